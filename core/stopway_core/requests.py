@@ -1,0 +1,178 @@
+"""The leader's requests: choices alive, by uid, tenant and conversation; and the dead, for a while.
+
+A stop may come before its request (a tombstone waits for it) and after it (the outcome is still
+known). Both memories are bounded, by time and by number.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from stopway_core import names
+from stopway_core.lifecycle import Event, State, after
+from stopway_core.replica import Seq
+from stopway_core.types import Outcome, Stop, Submission, Target
+
+V = TypeVar("V")
+
+MEMORY_MAX = 200_000
+
+
+class Choice:
+    """One choice of one submission, from acceptance to its outcome."""
+
+    __slots__ = (
+        "admitted_at",
+        "arrival",
+        "cached_tokens",
+        "enders",
+        "first_token_at",
+        "index",
+        "key",
+        "length_max",
+        "min_tokens",
+        "preemptions",
+        "prompt_len",
+        "queued_at",
+        "rid",
+        "seq",
+        "state",
+        "submission",
+        "tokens",
+        "uid",
+        "wasted_tokens",
+    )
+
+    def __init__(
+        self, key: int, submission: Submission, index: int, now: float, length_max: int
+    ) -> None:
+        self.key = key
+        self.submission = submission
+        self.index = index
+        many = submission.choices > 1
+        self.uid = names.child_uid(submission.uid, index) if many else submission.uid
+        self.state = State.QUEUED
+        self.tokens = list(submission.prompt)
+        self.prompt_len = len(submission.prompt)
+        self.length_max = length_max
+        self.min_tokens = 0
+        self.enders: frozenset[int] = frozenset()
+        self.rid = 0  # of the current admission
+        self.seq: Seq | None = None
+        self.arrival = key
+        self.queued_at = now
+        self.admitted_at = 0.0
+        self.first_token_at = 0.0
+        self.cached_tokens = 0
+        self.preemptions = 0
+        self.wasted_tokens = 0  # sampled for it and thrown away by preemptions
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    def move(self, event: Event) -> None:
+        """Take the transition of the lifecycle table. Raises ``IllegalTransition``."""
+        self.state = after(self.state, event)
+
+
+class _Memory(Generic[V]):
+    """Recent entries by key: forgotten after a time, or when there are too many."""
+
+    def __init__(self, age_s: float) -> None:
+        self._age_s = age_s
+        self._entries: OrderedDict[str, tuple[float, V]] = OrderedDict()
+
+    def put(self, key: str, value: V, now: float) -> None:
+        self._entries[key] = (now + self._age_s, value)
+        self._entries.move_to_end(key)
+        if len(self._entries) > MEMORY_MAX:
+            self._entries.popitem(last=False)
+
+    def get(self, key: str) -> V | None:
+        found = self._entries.get(key)
+        return None if found is None else found[1]
+
+    def expire(self, now: float) -> None:
+        entries = self._entries
+        while entries:
+            key, (until, _) = next(iter(entries.items()))
+            if until > now:
+                return
+            del entries[key]
+
+
+class RequestTable:
+    """Who is alive on this leader, and who was a moment ago."""
+
+    def __init__(self, memory_s: float) -> None:
+        self.by_key: dict[int, Choice] = {}
+        self._by_uid: dict[str, list[Choice]] = {}  # of the request, and of each choice
+        self._finished: _Memory[tuple[Outcome, str]] = _Memory(memory_s)  # (outcome, tenant)
+        self._tombstones: _Memory[Stop] = _Memory(memory_s)
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._by_uid
+
+    def add(self, choices: list[Choice]) -> None:
+        """Record all choices of one request."""
+        for choice in choices:
+            self.by_key[choice.key] = choice
+            self._by_uid[choice.uid] = [choice]
+        self._by_uid[choices[0].submission.uid] = choices
+
+    def remove(self, choice: Choice, outcome: Outcome, now: float) -> None:
+        """Record the outcome of a choice; the request is finished with its last choice."""
+        tenant = choice.submission.tenant
+        del self.by_key[choice.key]
+        if choice.submission.choices > 1:
+            del self._by_uid[choice.uid]
+            self._finished.put(choice.uid, (outcome, tenant), now)
+        uid = choice.submission.uid
+        left = [c for c in self._by_uid[uid] if c.state is not State.ENDED]
+        if left:
+            self._by_uid[uid] = left
+        else:
+            del self._by_uid[uid]
+            self._finished.put(uid, (outcome, tenant), now)
+
+    def live(self, uid: str) -> list[Choice]:
+        return list(self._by_uid.get(uid, ()))
+
+    def finished(self, uid: str) -> tuple[Outcome, str] | None:
+        return self._finished.get(uid)
+
+    def bury(self, uid: str, stop: Stop, now: float) -> None:
+        """Remember a stop for a request that has not come yet."""
+        self._tombstones.put(uid, stop, now)
+
+    def tombstone(self, submission: Submission) -> Stop | None:
+        """The stop that waited for this request, if its sender may stop it."""
+        stop = self._tombstones.get(submission.uid)
+        if stop is None or not (stop.admin or stop.tenant == submission.tenant):
+            return None
+        return stop
+
+    def select(self, target: Target, stop: Stop) -> Iterator[Choice]:
+        """The living choices that a selector covers, oldest first."""
+        for choice in list(self.by_key.values()):
+            submission = choice.submission
+            if not (stop.admin or stop.tenant == submission.tenant):
+                continue
+            if (
+                target.everything
+                or (target.tenant and target.tenant == submission.tenant)
+                or (target.conversation and target.conversation == submission.conversation)
+            ):
+                yield choice
+
+    def of_gateway(self, gateway: str) -> list[Choice]:
+        """The living choices that one gateway asked for, oldest first."""
+        return [c for c in self.by_key.values() if c.submission.gateway == gateway]
+
+    def expire(self, now: float) -> None:
+        """Forget what is too old."""
+        self._finished.expire(now)
+        self._tombstones.expire(now)

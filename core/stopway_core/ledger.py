@@ -153,7 +153,7 @@ class Pool:
         if not self.refs[resource] or not self.sealed[resource]:
             raise LedgerError(f"{self.kind} {resource} cannot be shared: it is not sealed and held")
         what = self._holds.setdefault(holder, [])
-        if resource in what:
+        if resource in what or (holder[0] == CACHE and self.cached[resource]):
             raise LedgerError(f"{holder} holds {self.kind} {resource} already")
         what.append(resource)
         self.refs[resource] += 1

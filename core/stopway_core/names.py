@@ -28,13 +28,13 @@ def receipts_stream(service_uid: str) -> str:
 # --- public ids ----------------------------------------------------------------------------
 
 ID_MAX = 128
-_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
-_TRACEPARENT = re.compile(r"^00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 
 def valid_id(text: str) -> bool:
     """Whether ``text`` may be an id: 1 to 128 of letters, digits and ``. _ : -``."""
-    return _ID.match(text) is not None
+    return _ID.fullmatch(text) is not None
 
 
 def request_uid(millis: int, gateway: str, entropy: str) -> str:
@@ -55,7 +55,7 @@ def child_uid(uid: str, index: int) -> str:
 
 def parse_traceparent(text: str) -> tuple[str, str, bool] | None:
     """(trace id, span id, sampled) of a W3C ``traceparent``, or None when it is not one."""
-    found = _TRACEPARENT.match(text)
+    found = _TRACEPARENT.fullmatch(text)
     if found is None or found[1] == "0" * 32 or found[2] == "0" * 16:
         return None
     return found[1], found[2], bool(int(found[3], 16) & 1)

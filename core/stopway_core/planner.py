@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from stopway_core import names
 from stopway_core.deadlines import DeadlineHeap
 from stopway_core.events import (
     Accepted,
@@ -88,8 +89,8 @@ class Planner:
         self._deadlines = DeadlineHeap()
         self._next_key = 1
         self._next_rid = 1
-        # The head of the queue did not fit while this many blocks were to be had.
-        self._stuck: tuple[int, int] | None = None
+        # (key, blocks to be had, blocks reserved) with which the head of the queue did not fit.
+        self._stuck: tuple[int, int, int] | None = None
 
     # --- what others may look at ---------------------------------------------------------
 
@@ -131,8 +132,7 @@ class Planner:
             if isinstance(event, StopSignal):
                 self._stop(now, event.stop, composing)
             elif isinstance(event, LeaseLost):
-                for choice in self.requests.of_gateway(event.gateway):
-                    self._end(now, choice, Reason.CLIENT_DISCONNECT, composing)
+                self._lease_lost(now, event, composing)
             elif isinstance(event, DrainStarted):
                 self.draining = True
                 self._drain_until = event.until
@@ -140,9 +140,7 @@ class Planner:
             if isinstance(event, Hit):
                 self._hit(now, event, composing)
         self._expire(now, composing)
-        for event in events:
-            if isinstance(event, Submit):
-                self._submit(now, event.submission, composing)
+        self._submissions(now, events, composing)
         work = self._plan(now, composing)
         if turn.empty and composing.outputs.empty:
             return None
@@ -174,7 +172,7 @@ class Planner:
                 outputs.logprobs.append(logprobs[index] if logprobs else None)
                 length = len(seq.tokens)
                 produced = length - choice.prompt_len
-                if token in choice.enders and produced >= choice.min_tokens:
+                if token in choice.enders and produced >= choice.params.min_tokens:
                     ending[seq.rid] = (choice, Reason.EOS, produced)
                 elif length >= choice.length_max:
                     ending[seq.rid] = (choice, Reason.LENGTH, produced)
@@ -267,6 +265,10 @@ class Planner:
             for choice in self.requests.select(stop.target, stop):
                 self._stop_choice(now, choice, stop, receipt, entry, composing)
 
+    def _lease_lost(self, now: float, event: LeaseLost, composing: _Composing) -> None:
+        for choice in self.requests.of_gateway(event.gateway):
+            self._end(now, choice, Reason.CLIENT_DISCONNECT, composing)
+
     def _stop_uid(
         self,
         now: float,
@@ -290,7 +292,7 @@ class Planner:
             receipt.matched(uid, finished[0].value)
             receipt.already += 1
             return
-        receipt.matched(uid, "unknown")
+        receipt.unmatched(uid)
         if uid not in self.requests:
             self.requests.bury(uid, stop, now)
 
@@ -333,6 +335,27 @@ class Planner:
 
     # --- admission -----------------------------------------------------------------------
 
+    def _submissions(self, now: float, events: list[Event], composing: _Composing) -> None:
+        """Queue what was submitted.
+
+        What ends requests by a selector, or with their gateway, and came after a submission of
+        the same batch covers it too.
+        """
+        submitted = False
+        for event in events:
+            if isinstance(event, Submit):
+                self._submit(now, event.submission, composing)
+                submitted = True
+            elif submitted and isinstance(event, LeaseLost):
+                self._lease_lost(now, event, composing)
+            elif submitted and isinstance(event, StopSignal) and not event.stop.target.uids:
+                stop = event.stop
+                entry = composing.entries.get(stop.stop_id)
+                if entry is not None:  # it takes effect in this turn
+                    receipt = self.receipts.open(stop)
+                    for choice in self.requests.select(stop.target, stop):
+                        self._stop_choice(now, choice, stop, receipt, entry, composing)
+
     def _submit(self, now: float, submission: Submission, composing: _Composing) -> None:
         refused = self._refusal(now, submission)
         if refused is not None:
@@ -350,17 +373,18 @@ class Planner:
             enders |= self.config.eos_ids
         for choice in choices:
             choice.enders = enders
-            choice.min_tokens = params.min_tokens
             self._waiting[choice.key] = choice
             self._deadlines.add(choice.key, now, submission.deadlines)
         self.requests.add(choices)
         composing.outputs.accepted.append(Accepted(submission.uid, tuple(keys)))
-        stop = self.requests.tombstone(submission)
-        if stop is not None:
-            receipt = self.receipts.open(stop)
-            entry = composing.entry(stop)
-            for choice in choices:
-                self._stop_choice(now, choice, stop, receipt, entry, composing)
+        for choice in choices:
+            for uid in dict.fromkeys((submission.uid, choice.uid)):
+                stop = self.requests.tombstone(uid, submission.tenant)
+                if stop is not None:
+                    receipt = self.receipts.open(stop)
+                    receipt.arrived(uid)
+                    self._stop_choice(now, choice, stop, receipt, composing.entry(stop), composing)
+                    break
 
     def _refusal(self, now: float, submission: Submission) -> Refused | None:
         """Why a submission can't be queued, before anything is computed for it."""
@@ -379,6 +403,10 @@ class Planner:
             )
         if uid in self.requests or self.requests.finished(uid) is not None:
             return Refused(uid, 409, "duplicate", f"request {uid} is known here already")
+        if submission.choices > 1 and any(
+            names.child_uid(uid, index) in self.requests for index in range(submission.choices)
+        ):
+            return Refused(uid, 409, "duplicate", f"a choice of {uid} is known here already")
         if prompt < 1:
             return Refused(uid, 400, "empty_prompt", "the prompt has no tokens")
         if prompt >= config.max_model_len:
@@ -417,12 +445,13 @@ class Planner:
         replica = self.replica
         if len(replica.in_flight) >= self.config.window:
             return None
-        self._make_room(composing)
+        growth = self._make_room(composing)
         decode = [
             rid
             for rid, choice in self._decoding.items()
             if choice.seq is not None and not choice.seq.pending
         ]
+        del decode[self.config.max_batch_tokens :]  # the others are in the next step
         budget = self.config.max_batch_tokens - len(decode)
         prefill: list[int] = []
         counts: list[int] = []
@@ -435,7 +464,7 @@ class Planner:
                 counts.append(min(left, budget))
                 budget -= counts[-1]
         while budget > 0 and self._waiting and self.running < self.config.max_running:
-            admitted = self._admit_head(now, composing)
+            admitted = self._admit_head(now, growth, composing)
             if admitted is None:
                 break
             rid, left = admitted
@@ -448,26 +477,29 @@ class Planner:
         composing.turn.launch = launch
         return replica.launch(launch)
 
-    def _admit_head(self, now: float, composing: _Composing) -> tuple[int, int] | None:
-        """Admit the head of the queue if it fits; returns (rid, tokens to compute)."""
+    def _admit_head(self, now: float, growth: int, composing: _Composing) -> tuple[int, int] | None:
+        """Admit the head of the queue if it fits beside the ``growth`` blocks that decoding needs.
+
+        Returns (rid, tokens to compute).
+        """
         key, choice = next(iter(self._waiting.items()))
         replica = self.replica
         pool = replica.ledger.blocks
         there = pool.free + pool.idle
-        if self._stuck is not None and self._stuck == (key, there):
+        # Leave those who run a block each to grow into, or they preempt whom we admit.
+        reserve = max(growth, min(self.running, pool.total // 16))
+        if self._stuck == (key, there, reserve):
             return None
         wanted, there_unshared = replica.room_for(choice.tokens, choice.submission.salt)
-        # Leave those who run a block each to grow into, or they preempt whom we admit.
-        reserve = min(self.running, pool.total // 16) if self.running else 0
         if wanted + reserve > there_unshared:
-            self._stuck = (key, there)
+            self._stuck = (key, there, reserve)
             return None
         self._stuck = None
         del self._waiting[key]
         rid = self._next_rid
         self._next_rid += 1
         submission = choice.submission
-        admit = Admit(rid, choice.tokens, choice.prompt_len, submission.params, submission.salt)
+        admit = Admit(rid, choice.tokens, choice.prompt_len, choice.params, submission.salt)
         seq = replica.admit(admit)
         composing.turn.admits.append(admit)
         choice.rid, choice.seq = rid, seq
@@ -479,8 +511,11 @@ class Planner:
         self._prefilling[rid] = choice
         return rid, len(seq.tokens) - seq.launched
 
-    def _make_room(self, composing: _Composing) -> None:
-        """Preempt until every decoding request can have the block that its next token needs."""
+    def _make_room(self, composing: _Composing) -> int:
+        """Preempt until every decoding request can have the block that its next token needs.
+
+        Returns how many need one.
+        """
         replica = self.replica
         pool = replica.ledger.blocks
         size = replica.block_size
@@ -490,6 +525,7 @@ class Planner:
             assert seq is not None
             if len(seq.tokens) > len(seq.blocks) * size:
                 short += 1
+        growth = short
         short -= pool.free + pool.idle
         while short > 0:
             candidates = self._candidates()
@@ -501,10 +537,13 @@ class Planner:
             chosen = self._decoding.get(victim.rid) or self._prefilling[victim.rid]
             seq = chosen.seq
             assert seq is not None
-            short -= int(len(seq.tokens) > len(seq.blocks) * size)
+            needed = int(len(seq.tokens) > len(seq.blocks) * size)
+            growth -= needed
+            short -= needed
             before = pool.free + pool.idle
             self._preempt(chosen, composing)
             short -= pool.free + pool.idle - before
+        return growth
 
     def _candidates(self) -> list[Candidate]:
         """Whom a policy may preempt: all but the oldest, so that somebody always gets on."""
@@ -559,14 +598,14 @@ class _Composing:
     turn: Turn
     outputs: Outputs
     drops: dict[int, tuple[Dropped, int]] = field(default_factory=dict)
+    entries: dict[str, StopEntry] = field(default_factory=dict)  # those of the turn, by stop id
 
     def entry(self, stop: Stop) -> StopEntry:
         """The entry of ``stop`` in this turn, made when there is none yet."""
-        for entry in self.turn.stops:
-            if entry.stop_id == stop.stop_id:
-                return entry
-        entry = StopEntry(stop.stop_id, stop.traceparent, [])
-        self.turn.stops.append(entry)
+        entry = self.entries.get(stop.stop_id)
+        if entry is None:
+            entry = self.entries[stop.stop_id] = StopEntry(stop.stop_id, stop.traceparent, [])
+            self.turn.stops.append(entry)
         return entry
 
 

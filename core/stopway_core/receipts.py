@@ -56,13 +56,24 @@ class Receipt:
     tokens_discarded: int = 0
     dropped: Dropped = field(default_factory=Dropped)
     epoch_ended: bool = False
+    _unknown: dict[str, None] = field(default_factory=dict)  # named, and not seen so far
+
+    def unmatched(self, uid: str) -> None:
+        """Count a request that the stop named and that nobody here knows."""
+        self.matched(uid, "unknown")
+        self._unknown[uid] = None
+
+    def arrived(self, uid: str) -> None:
+        """A request that was unknown has come at last: it no longer counts as that."""
+        if uid in self._unknown:
+            del self._unknown[uid]
+            self.count -= 1
+            self.outcomes["unknown"] -= 1
+            if uid in self.uids:
+                self.uids.remove(uid)
 
     def matched(self, uid: str, outcome: str) -> None:
         """Count one request that the stop named and what became of it."""
-        if uid in self.uids and self.outcomes.get("unknown", 0):
-            self.outcomes["unknown"] -= 1  # it has come at last
-            self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-            return
         self.count += 1
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         if len(self.uids) < REQUEST_IDS_MAX:
@@ -84,6 +95,8 @@ class ReceiptBook:
         self._applied = [0] * len(ranks)
         self._executed = [0] * len(ranks)
         self._changed: dict[str, Receipt] = {}
+        # Notices that came before the leader itself knew of the stop.
+        self._early: OrderedDict[str, list[tuple[int, int, float]]] = OrderedDict()
 
     def get(self, stop_id: str) -> Receipt | None:
         return self._receipts.get(stop_id)
@@ -97,12 +110,19 @@ class ReceiptBook:
             while len(self._receipts) > self._keep_max:
                 oldest, _ = self._receipts.popitem(last=False)
                 self._open.pop(oldest, None)
+            for rank, turn, at in self._early.pop(stop.stop_id, ()):
+                self.noticed(rank, stop.stop_id, turn, at)
         return receipt
 
     def noticed(self, rank: int, stop_id: str, turn: int, at: float) -> None:
         """A rank heard of a stop, by notice or by turn; the first time counts."""
         receipt = self._receipts.get(stop_id)
         if receipt is None:
+            early = self._early.setdefault(stop_id, [])
+            if len(early) < len(self.ranks):
+                early.append((rank, turn, at))
+            if len(self._early) > self._keep_max:
+                self._early.popitem(last=False)
             return
         part = receipt.parts[rank]
         if part.noticed_at is None or at < part.noticed_at:
@@ -110,7 +130,9 @@ class ReceiptBook:
 
     def effective(self, turn: int, applied: StopApplied) -> None:
         """The leader has put the stop in ``turn``. Ranks will report that they applied it."""
-        receipt = self._receipts[applied.stop_id]
+        receipt = self._receipts.get(applied.stop_id)
+        if receipt is None:  # more stops in one turn than are kept
+            return
         if receipt.turn_effective is None:
             receipt.turn_effective = turn
         receipt.turn_latest = turn

@@ -297,7 +297,8 @@ class Replica:
             if seq.sealed * self.block_size > seq.confirmed or seq.confirmed > seq.launched:
                 raise LedgerError(f"request {rid}: sealed, confirmed and launched out of order")
         for holder in holders:
-            raise LedgerError(f"{holder} holds blocks and is not running")
+            if holder[0] == REQUEST:
+                raise LedgerError(f"{holder} holds blocks and is not running")
 
     def snapshot(self) -> Mapping[str, object]:
         """Counts and holders, for people: ``/debug/ledger``."""

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from stopway_core import names
 from stopway_core.lifecycle import Event, State, after
 from stopway_core.replica import Seq
-from stopway_core.types import Outcome, Stop, Submission, Target
+from stopway_core.types import Outcome, SamplingParams, Stop, Submission, Target
 
 V = TypeVar("V")
 
 MEMORY_MAX = 200_000
+
+
+def params_of(submission: Submission, index: int) -> SamplingParams:
+    """The parameters of one choice: each has a seed of its own, or they would all say the same."""
+    params = submission.params
+    return replace(params, seed=(params.seed + index) % (1 << 63)) if index else params
 
 
 class Choice:
@@ -32,7 +39,7 @@ class Choice:
         "index",
         "key",
         "length_max",
-        "min_tokens",
+        "params",
         "preemptions",
         "prompt_len",
         "queued_at",
@@ -57,7 +64,7 @@ class Choice:
         self.tokens = list(submission.prompt)
         self.prompt_len = len(submission.prompt)
         self.length_max = length_max
-        self.min_tokens = 0
+        self.params = params_of(submission, index)
         self.enders: frozenset[int] = frozenset()
         self.rid = 0  # of the current admission
         self.seq: Seq | None = None
@@ -104,6 +111,10 @@ class _Memory(Generic[V]):
             del entries[key]
 
 
+def _grave(uid: str, tenant: str) -> str:
+    return f"{uid}\n{tenant}"
+
+
 class RequestTable:
     """Who is alive on this leader, and who was a moment ago."""
 
@@ -111,6 +122,7 @@ class RequestTable:
         self.by_key: dict[int, Choice] = {}
         self._by_uid: dict[str, list[Choice]] = {}  # of the request, and of each choice
         self._finished: _Memory[tuple[Outcome, str]] = _Memory(memory_s)  # (outcome, tenant)
+        # By uid and sender, so that nobody's stop can displace another tenant's.
         self._tombstones: _Memory[Stop] = _Memory(memory_s)
 
     def __contains__(self, uid: str) -> bool:
@@ -146,14 +158,11 @@ class RequestTable:
 
     def bury(self, uid: str, stop: Stop, now: float) -> None:
         """Remember a stop for a request that has not come yet."""
-        self._tombstones.put(uid, stop, now)
+        self._tombstones.put(_grave(uid, "" if stop.admin else stop.tenant), stop, now)
 
-    def tombstone(self, submission: Submission) -> Stop | None:
-        """The stop that waited for this request, if its sender may stop it."""
-        stop = self._tombstones.get(submission.uid)
-        if stop is None or not (stop.admin or stop.tenant == submission.tenant):
-            return None
-        return stop
+    def tombstone(self, uid: str, tenant: str) -> Stop | None:
+        """The stop that waited for this request or choice, if its sender may stop it."""
+        return self._tombstones.get(_grave(uid, tenant)) or self._tombstones.get(_grave(uid, ""))
 
     def select(self, target: Target, stop: Stop) -> Iterator[Choice]:
         """The living choices that a selector covers, oldest first."""

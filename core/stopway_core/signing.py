@@ -42,6 +42,10 @@ def _digest(entry: Mapping[str, Any], secret: str) -> str:
     return hmac.new(secret.encode(), _canonical(entry), hashlib.sha256).hexdigest()
 
 
+def _bytes(value: Any) -> bytes:
+    return value.encode(errors="replace") if isinstance(value, str) else b""
+
+
 def target_to_json(target: Target) -> dict[str, Any]:
     """The wire form of a target: exactly one key."""
     if target.everything:
@@ -105,7 +109,7 @@ def verify(
         expected = _digest(entry, secret)
     except (TypeError, ValueError, RecursionError):
         raise StopError("a stop entry that cannot be read") from None
-    if not hmac.compare_digest(expected, str(entry.get("sig", ""))):
+    if not hmac.compare_digest(expected.encode(), _bytes(entry.get("sig"))):
         raise StopError("the signature does not match")
     try:
         stop = Stop(

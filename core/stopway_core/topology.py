@@ -114,7 +114,7 @@ def plan(spec: ServiceSpec) -> tuple[GroupPlan, ...]:
         raise TopologyError(f"{spec.groups} groups asked for; it must be 0 or more")
     world = spec.tensor * spec.pipeline
     per_pod = spec.ranks_per_pod or world
-    if world % per_pod:
+    if per_pod < 1 or world % per_pod:
         raise TopologyError(
             f"{per_pod} ranks per pod do not divide tensor {spec.tensor} x pipeline "
             f"{spec.pipeline} = {world} ranks; choose a divisor of {world}"

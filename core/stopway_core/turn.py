@@ -74,7 +74,9 @@ def encode_turn(turn: Turn, epoch: int) -> bytes:
         arrays.extend(tokens for _, tokens in turn.results)
     if turn.stops:
         body["s"] = [[stop.stop_id, stop.traceparent] for stop in turn.stops]
-        arrays.extend(stop.rids for stop in turn.stops)
+        # Two arrays for all of them: a burst of stops must not exceed the arrays of a frame.
+        arrays.append([len(stop.rids) for stop in turn.stops])
+        arrays.append([rid for stop in turn.stops for rid in stop.rids])
     if turn.admits:
         body["a"] = [[a.rid, a.prompt_len, _params_to_json(a.params), a.salt] for a in turn.admits]
         arrays.extend(a.tokens for a in turn.admits)
@@ -88,6 +90,8 @@ def encode_turn(turn: Turn, epoch: int) -> bytes:
 
 def decode_turn(frame: Frame) -> Turn:
     """The turn in a frame. Raises ``WireError`` when it is not one."""
+    if frame.kind is not FrameKind.TURN or not isinstance(frame.body, dict):
+        raise WireError(f"frame of kind {frame.kind} is not a turn")
     try:
         return _decode(frame)
     except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
@@ -104,8 +108,11 @@ def _decode(frame: Frame) -> Turn:
     turn = Turn(frame.turn, ends=take(), preempts=take())
     for step in body.get("r", ()):
         turn.results.append((step, take()))
-    for stop_id, traceparent in body.get("s", ()):
-        turn.stops.append(StopEntry(stop_id, traceparent, take()))
+    if "s" in body:
+        counts, rids, at = take(), take(), 0
+        for (stop_id, traceparent), count in zip(body["s"], counts, strict=True):
+            turn.stops.append(StopEntry(stop_id, traceparent, rids[at : at + count]))
+            at += count
     for rid, prompt_len, params, salt in body.get("a", ()):
         turn.admits.append(Admit(rid, take(), prompt_len, _params_from_json(params), salt))
     if "l" in body:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 WIRE_VERSION = 1
 MAX_BODY = 16 * 1024 * 1024
 MAX_ARRAYS = 4096
-MAX_ELEMENTS = 16 * 1024 * 1024
+MAX_ELEMENTS = 16 * 1024 * 1024  # of all arrays of a frame together
 MAGIC = b"SW"
 
 _HEADER = struct.Struct("<2sBBQQIH")
@@ -84,7 +84,7 @@ def encode(
     if len(text) > MAX_BODY:
         raise WireError(f"frame body of {len(text)} bytes exceeds {MAX_BODY}")
     parts = [b""]
-    count = 0
+    count = total = 0
     for values in arrays:
         packed = (
             values if isinstance(values, array) and values.typecode == "i" else array("i", values)
@@ -95,8 +95,11 @@ def encode(
         parts.append(_LENGTH.pack(len(packed)))
         parts.append(packed.tobytes())
         count += 1
-    if count > MAX_ARRAYS:
-        raise WireError(f"frame with {count} arrays exceeds {MAX_ARRAYS}")
+        total += len(packed)
+    if count > MAX_ARRAYS or total > MAX_ELEMENTS:
+        raise WireError(
+            f"frame with {count} arrays of {total} elements exceeds {MAX_ARRAYS} of {MAX_ELEMENTS}"
+        )
     parts[0] = _HEADER.pack(MAGIC, WIRE_VERSION, kind, epoch, turn, len(text), count) + text
     return b"".join(parts)
 
@@ -139,12 +142,14 @@ class Decoder:
         body_at = at
         at += body_len
         arrays: list[array[int]] = []
+        total = 0
         for _ in range(count):
             if len(buffer) - at < _LENGTH.size:
                 return None
             (elements,) = _LENGTH.unpack_from(buffer, at)
-            if elements > MAX_ELEMENTS:
-                raise WireError(f"array of {elements} elements exceeds {MAX_ELEMENTS}")
+            total += elements
+            if total > MAX_ELEMENTS:
+                raise WireError(f"arrays of {total} elements exceed {MAX_ELEMENTS}")
             at += _LENGTH.size
             if len(buffer) - at < 4 * elements:
                 return None

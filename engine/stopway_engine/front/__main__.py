@@ -1,0 +1,97 @@
+"""``python -m stopway_engine.front``: started by ``supervise`` on the leader's pod."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+
+from stopway_core import names
+from stopway_core.wire import Decoder, FrameKind, WireError
+from stopway_engine.config import EXIT_CONFIG, ConfigError, PodConfig, load_config
+from stopway_engine.front.app import FrontApp
+from stopway_engine.front.hub import Hub
+from stopway_engine.front.receipts import ReceiptPublisher
+from stopway_engine.http import HttpServer
+from stopway_engine.modelspec import ModelError, resolve_model
+from stopway_engine.tokenizer import load_codec
+
+
+async def engine_connection(
+    hub: Hub, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """One life of the leader rank: its first frame is its hello."""
+    decoder = Decoder()
+    greeted = False
+    try:
+        while data := await reader.read(1 << 18):
+            for frame in decoder.feed(data):
+                if frame.kind is not FrameKind.FRONT_OUT:
+                    raise WireError(f"{frame.kind.name} from the leader rank")
+                if not greeted:
+                    greeted = True
+                    hub.engine_connected(frame.body["hello"], writer.write)
+                else:
+                    hub.engine_frame(frame)
+    except (OSError, WireError) as error:
+        print(f"the leader rank is lost: {error}", file=sys.stderr, flush=True)
+    finally:
+        if greeted:
+            hub.engine_lost()
+        writer.close()
+
+
+async def serve(config: PodConfig) -> None:
+    """Serve until SIGTERM, or until ``supervise`` is gone."""
+    codec = await asyncio.to_thread(load_codec, resolve_model(config.model))
+    publisher = ReceiptPublisher(config.redis_url, names.receipts_stream(config.service_uid))
+    hub = Hub(config, codec, publisher.publish)
+    sock = socket.create_server((config.bind_host, config.front_port), backlog=128)
+    server = HttpServer(FrontApp(hub).asgi())
+
+    def end() -> None:
+        server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    parent = int(os.environ["STOPWAY_PARENT_FD"])
+    loop.add_reader(parent, end)  # readable when the other end is closed
+    path = os.environ["STOPWAY_FRONT_SOCKET"]
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # of the front before this one
+    connections = await asyncio.start_unix_server(
+        lambda reader, writer: engine_connection(hub, reader, writer), path
+    )
+    publishing = asyncio.create_task(publisher.run())
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        connections.close()
+        publishing.cancel()
+        await asyncio.gather(publishing, return_exceptions=True)
+
+
+def main() -> None:
+    """The process."""
+    try:
+        config = load_config()
+        asyncio.run(serve(config))
+    except (ConfigError, ModelError) as error:
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(EXIT_CONFIG)
+    except OSError as error:
+        print(
+            f"the front cannot listen on {config.bind_host}:{config.front_port}: {error.strerror}; "
+            "choose another STOPWAY_FRONT_PORT",
+            file=sys.stderr,
+            flush=True,
+        )
+        sys.exit(EXIT_CONFIG)
+
+
+if __name__ == "__main__":
+    main()

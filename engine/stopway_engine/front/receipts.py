@@ -1,0 +1,56 @@
+"""Receipts on Redis, for gateways that have no session with this leader: best effort, bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import Any
+
+import redis.asyncio as redis
+from redis.exceptions import RedisError
+
+QUEUE_MAX = 10_000
+KEEP_S = 600
+TIMEOUT_S = 2.0
+
+
+class ReceiptPublisher:
+    """Adds receipts to the service's stream from a queue; a full queue or no Redis loses some."""
+
+    def __init__(self, url: str, stream: str) -> None:
+        self._url = url
+        self._stream = stream
+        self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(QUEUE_MAX)
+        self.dropped = 0
+
+    def publish(self, receipt: dict[str, Any]) -> None:
+        """Queue a receipt; never waits."""
+        if not self._url:
+            return
+        try:
+            self._queue.put_nowait(receipt)
+        except asyncio.QueueFull:
+            self.dropped += 1
+
+    async def run(self) -> None:
+        """Add what is queued until cancelled."""
+        while self._url:
+            client = redis.Redis.from_url(
+                self._url,
+                decode_responses=True,
+                socket_timeout=TIMEOUT_S,
+                socket_connect_timeout=TIMEOUT_S,
+            )
+            try:
+                while True:
+                    receipt = await self._queue.get()
+                    added = await client.xadd(self._stream, {"receipt": json.dumps(receipt)})
+                    oldest = int(str(added).split("-")[0]) - KEEP_S * 1000
+                    await client.xtrim(self._stream, minid=oldest, approximate=True)
+            except (RedisError, OSError):
+                self.dropped += 1
+                await asyncio.sleep(1.0)
+            finally:
+                with contextlib.suppress(RedisError, OSError, TimeoutError):
+                    await asyncio.wait_for(client.aclose(), 1.0)

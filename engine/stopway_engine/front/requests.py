@@ -1,0 +1,85 @@
+"""What the front knows of each request that it has passed on to the leader."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stopway_core.types import Deadlines, SamplingParams, Submission
+from stopway_engine.front.text import ChoiceText
+from stopway_engine.modelspec import ModelError
+from stopway_engine.tokenizer import TextCodec
+
+SEED_BITS = 62
+
+
+class Rejected(Exception):
+    """A request that cannot be passed on; becomes the ``refused`` message."""
+
+    def __init__(self, message: str, *, code: str = "invalid_prompt", param: str = "prompt"):
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
+@dataclass(slots=True)
+class FrontRequest:
+    """One request of one session; ``texts`` has an entry for each choice that has not ended."""
+
+    uid: str
+    session: Any
+    logprobs: bool
+    texts: dict[int, ChoiceText] = field(default_factory=dict)
+    accepted: bool = False
+
+
+def prompt_tokens(message: Mapping[str, Any], codec: TextCodec, limit: int) -> list[int]:
+    """Token ids of a submit's prompt. Raises ``Rejected``."""
+    prompt = message["prompt"]
+    if "tokens" in prompt:
+        tokens = prompt["tokens"]
+        if not all(isinstance(t, int) and 0 <= t < codec.vocab_size for t in tokens):
+            raise Rejected(f"token ids must be integers from 0 to {codec.vocab_size - 1}")
+        return list(tokens)
+    if "text" in prompt:
+        return codec.encode(prompt["text"], bos=True)
+    try:
+        return codec.chat(prompt["messages"])
+    except ModelError as error:
+        raise Rejected(str(error), code="no_chat_template", param="messages") from None
+    except ValueError as error:
+        raise Rejected(
+            f"the model's chat template refuses these messages: {error}", param="messages"
+        ) from None
+
+
+def submission(
+    message: Mapping[str, Any], tokens: list[int], gateway: str, max_model_len: int
+) -> Submission:
+    """The submission that a submit message and its tokenized prompt make."""
+    params = dict(message["params"])
+    if params.get("max_tokens") is None:
+        params["max_tokens"] = max(1, max_model_len - len(tokens))
+    seed = params.get("seed")
+    params["seed"] = secrets.randbits(SEED_BITS) if seed is None else seed % (1 << SEED_BITS)
+    params["stop_token_ids"] = tuple(params.get("stop_token_ids") or ())
+    known = SamplingParams.__dataclass_fields__
+    deadlines = message.get("deadlines") or {}
+    return Submission(
+        uid=message["uid"],
+        attempt=message["attempt"],
+        tenant=message["tenant"],
+        prompt=tuple(tokens),
+        params=SamplingParams(**{k: v for k, v in params.items() if k in known}),
+        minted_at=message["minted_at"],
+        choices=message["n"],
+        deadlines=Deadlines(
+            deadlines.get("queue"), deadlines.get("first_token"), deadlines.get("total")
+        ),
+        conversation=message.get("conversation") or "",
+        salt=message.get("salt") or message["tenant"],
+        traceparent=message.get("traceparent") or "",
+        gateway=gateway,
+    )

@@ -1,0 +1,1 @@
+"""What ``supervise`` is made of: the processes of a pod, its Redis reader, its probes."""

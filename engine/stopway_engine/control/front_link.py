@@ -26,7 +26,7 @@ def receive(leader: Leader, frame: Frame) -> None:
         key, keep = body["hit"]
         leader.add_event(Hit(key, keep))
     elif "lease_lost" in body:
-        leader.add_event(LeaseLost(body["lease_lost"]))
+        leader.lease_lost(body["lease_lost"])
     elif "ledger" in body:
         leader.to_front({"ledger": body["ledger"], "snapshot": snapshot(leader)})
 

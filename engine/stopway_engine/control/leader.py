@@ -6,7 +6,7 @@ import socket
 import time
 from typing import Any
 
-from stopway_core.events import Completed, DrainStarted, Event, StopSignal
+from stopway_core.events import Completed, DrainStarted, Event, LeaseLost, StopSignal
 from stopway_core.planner import Planned, Planner, PlannerConfig
 from stopway_core.policies import POLICIES
 from stopway_core.receipts import RankInfo, ReceiptBook
@@ -280,6 +280,11 @@ class Leader(ControlLoop):
     def seen_gateway(self, gateway: str) -> None:
         """A gateway has asked for something; should the front die, its lease is lost."""
         self._gateways.add(gateway)
+
+    def lease_lost(self, gateway: str) -> None:
+        """A session broke: its requests stop in the next turn."""
+        self._gateways.discard(gateway)
+        self._events.append(LeaseLost(gateway))
 
     # --- inside --------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ class Hub:
             session.send(_refused(uid, 409, f"request {uid} is known here already", "duplicate"))
             return
         made = submission(message, tokens, session.lease, self._hello["max_model_len"])
-        request = FrontRequest(uid, session, logprobs=made.params.logprobs >= 0)
+        request = FrontRequest(uid, session, made.params.logprobs >= 0, len(tokens))
         for index in range(made.choices):
             request.texts[index] = ChoiceText(
                 self.codec.detokenizer(),
@@ -196,7 +196,7 @@ class Hub:
             self._on_load(body["load"])
         if "draining" in body:
             self._draining = True
-            self._tell_all({"type": "epoch", "epoch": None, "draining": True})
+            self._tell_all({"type": "draining"})
         if "ledger" in body:
             future = self._ledgers.get(body["ledger"])
             if future is not None and not future.done():
@@ -209,6 +209,9 @@ class Hub:
         request.accepted = True
         for index, key in enumerate(keys):
             self._choices[key] = (request, index)
+        request.session.send(
+            {"type": "accepted", "uid": uid, "prompt_tokens": request.prompt_tokens}
+        )
 
     def _on_tokens(self, keys: Any, tokens: Any, logprobs: list[Any] | None) -> None:
         items: dict[str, list[dict[str, Any]]] = {}

@@ -31,6 +31,7 @@ class FrontRequest:
     uid: str
     session: Any
     logprobs: bool
+    prompt_tokens: int
     texts: dict[int, ChoiceText] = field(default_factory=dict)
     accepted: bool = False
 

@@ -1,0 +1,195 @@
+"""Ranks meet only when both know the secret and are of one group."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from stopway_core.wire import FrameKind, encode
+from stopway_engine.config import PodConfig
+from stopway_engine.control import forming, handshake
+from stopway_engine.control.forming import Formed, LeaderForming, join
+from stopway_engine.control.handshake import HandshakeError
+from stopway_engine.link import Link, LinkClosed
+
+SECRET = "s" * 32
+
+
+def config(port: int, secret: str = SECRET, tensor: int = 2) -> PodConfig:
+    return PodConfig(control_port=port, secret=secret, tensor=tensor, ranks_per_pod=tensor)
+
+
+def hello(rank: int, **changes: Any) -> dict[str, Any]:
+    fields = {
+        "group": "stopway-g0",
+        "rank": rank,
+        "pod_uid": f"uid{rank}",
+        "node": f"n{rank}",
+        "fingerprint": "f",
+        "blocks": 100 - rank,
+        "last_epoch": 7,
+    }
+    return {**fields, **changes}
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Result:
+    def __init__(self, call: Callable[[], Formed]) -> None:
+        self.formed: Formed | None = None
+        self._call = call
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.formed = self._call()
+
+    def wait(self, seconds: float = 10.0) -> Formed:
+        self.thread.join(seconds)
+        assert self.formed is not None, "the group did not form"
+        return self.formed
+
+
+@pytest.fixture
+def leader(port: int) -> Iterator[Result]:
+    result = Result(lambda: LeaderForming(config(port), hello(0), lambda: 1234, lambda: None).run())
+    yield result
+    if result.formed is not None:
+        for link in result.formed.links:
+            link.close()
+
+
+def follow(port: int, rank: int = 1, secret: str = SECRET, **changes: Any) -> Result:
+    return Result(lambda: join(config(port, secret), hello(rank, **changes), lambda: None))
+
+
+def test_a_group_forms_with_one_epoch_and_the_fewest_blocks(port: int, leader: Result) -> None:
+    follower = follow(port).wait()
+    formed = leader.wait()
+    assert formed.epoch == follower.epoch
+    assert formed.epoch > time.time() * 1000 - 60_000
+    assert formed.blocks == follower.blocks == 99
+    assert (formed.store_port, follower.store_port) == (1234, 1234)
+    assert formed.nodes == ["n0", "n1"]
+    follower.links[0].close()
+
+
+def test_an_epoch_is_later_than_any_that_a_member_has_seen(port: int, leader: Result) -> None:
+    future = int(time.time() * 1000) + 10**9
+    follower = follow(port, last_epoch=future).wait()
+    assert leader.wait().epoch == future + 1
+    follower.links[0].close()
+
+
+def test_case_o10_a_follower_that_is_first_tries_again(port: int) -> None:
+    follower = follow(port)
+    assert not follower.thread.join(0.3)
+    leading = Result(lambda: LeaderForming(config(port), hello(0), lambda: 1, lambda: None).run())
+    assert follower.wait().epoch == leading.wait().epoch
+    for formed in (follower.formed, leading.formed):
+        assert formed is not None
+        formed.links[0].close()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"fingerprint": "other"}, {"group": "other"}, {"rank": 2}, {"rank": 0}]
+)
+def test_a_stranger_is_refused_and_the_right_one_is_taken(
+    port: int, leader: Result, changes: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    until_listening(port)
+    with pytest.raises((LinkClosed, OSError)):
+        forming._attempt(config(port), hello(1) | changes, lambda: None)
+    follower = follow(port).wait()
+    assert leader.wait().epoch == follower.epoch
+    assert "was refused" in capfd.readouterr().err
+    follower.links[0].close()
+
+
+def test_another_secret_is_refused_by_both_sides(port: int, leader: Result) -> None:
+    until_listening(port)
+    with pytest.raises((LinkClosed, OSError)):
+        forming._attempt(config(port, "t" * 32), hello(1), lambda: None)
+    follower = follow(port).wait()
+    assert leader.wait().links
+    follower.links[0].close()
+
+
+def test_a_newer_process_of_a_rank_replaces_the_older(port: int) -> None:
+    """Its predecessor died while the group was still forming."""
+    three = config(port, tensor=3)
+    leading = Result(lambda: LeaderForming(three, hello(0), lambda: 1, lambda: None).run())
+    until_listening(port)
+    old = Result(lambda: join(three, hello(1, pod_uid="old"), lambda: None))
+    new = Result(lambda: join(three, hello(1, node="new"), lambda: None))
+    other = Result(lambda: join(three, hello(2), lambda: None))
+    formed = leading.wait()
+    assert other.wait().epoch == formed.epoch
+    # The two of rank 1 replace one another until one is in when rank 2 comes; exactly one is.
+    assert formed.nodes[1] in ("new", "n1")
+    for result in (old, new, other):
+        if result.formed is not None:
+            for link in result.formed.links:
+                link.close()
+    for link in formed.links:
+        link.close()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 64, encode(FrameKind.TURN, {"x": 1}), b"SW\x01"],
+)
+def test_garbage_on_the_control_port_hurts_nobody(
+    port: int, leader: Result, garbage: bytes
+) -> None:
+    until_listening(port)
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(garbage)
+        follower = follow(port).wait()
+    assert leader.wait().epoch == follower.epoch
+    follower.links[0].close()
+
+
+def test_a_hello_cannot_be_replayed_under_another_nonce() -> None:
+    frame = _frame(handshake.sealed(FrameKind.HELLO, SECRET, "nonce-1", hello(1)))
+    assert handshake.unsealed(frame, FrameKind.HELLO, SECRET, "nonce-1")["rank"] == 1
+    with pytest.raises(HandshakeError):
+        handshake.unsealed(frame, FrameKind.HELLO, SECRET, "nonce-2")
+    with pytest.raises(HandshakeError):
+        handshake.unsealed(frame, FrameKind.WELCOME, SECRET, "nonce-1")
+
+
+def test_a_link_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stopway_engine.link.QUEUE_MAX", 1 << 20)
+    ours, theirs = socket.socketpair()
+    link = Link(ours, "a peer")
+    with theirs, pytest.raises(LinkClosed, match="does not read"):
+        for _ in range(100):
+            link.send(b"x" * (1 << 17))
+    link.close()
+
+
+def until_listening(port: int) -> None:
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    raise AssertionError("the leader does not listen")
+
+
+def _frame(data: bytes) -> Any:
+    from stopway_core.wire import Decoder
+
+    (frame,) = Decoder().feed(data)
+    return frame

@@ -1,0 +1,147 @@
+"""Ranks, Redis, front and gateway are killed or frozen while requests run."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import pytest_asyncio
+
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def api(stack_of: Callable[..., Any]) -> AsyncIterator[Any]:
+    async with stack_of(tensor=1, pipeline=2, ranks_per_pod=1, peer_loss_s=3.0) as running:
+        yield running
+
+
+def children(api: Any, module: str) -> list[psutil.Process]:
+    """The stack's processes that run ``module``, by pod."""
+    found = []
+    for name, pid in sorted(api.stack.pids.items()):
+        tree = psutil.Process(pid)
+        for process in [tree, *tree.children(recursive=True)]:
+            if process.is_running() and module in process.cmdline() and name.startswith("stopway"):
+                found.append(process)
+    return found
+
+
+async def epoch(api: Any) -> int:
+    ledgers = await api.ledgers()
+    return int(ledgers[0].get("epoch") or 0) if ledgers else 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+async def test_a_lost_rank_ends_its_requests_and_the_group_serves_again(
+    api: Any, eventually: Any, rank: int, number: signal.Signals
+) -> None:
+    before = await epoch(api)
+    async with api.stream(max_tokens=4000, ignore_eos=True) as stream:
+        await stream.read(3)
+        os.kill(children(api, "stopway_engine.rank")[rank].pid, number)
+        await asyncio.wait_for(stream.read(), 20)
+    assert stream.error is not None and stream.error["code"] == "rank_lost", stream
+    assert stream.done
+    request = await api.get(f"/v1/requests/{stream.uid}")
+    assert request["outcome"] == "failed" and request["reason"] == "rank_lost"
+
+    async def serves() -> bool:
+        try:
+            return await epoch(api) > before and "Paris" in await api.text(
+                [{"role": "user", "content": "What is the capital of France?"}]
+            )
+        except AssertionError:
+            return False
+
+    await eventually(serves, 60.0, "the group serves again")
+    await api.assert_idle()
+
+
+async def test_a_stop_of_an_epoch_that_ends_is_resolved(api: Any, eventually: Any) -> None:
+    """Its rank is frozen, so nobody can confirm it, until the epoch's end does."""
+    victim = children(api, "stopway_engine.rank")[1]
+    async with api.stream(max_tokens=4000, ignore_eos=True) as stream:
+        await stream.read(2)
+        victim.suspend()
+        receipt = await api.cancel(stream.uid, wait="reclaimed", timeout=1)
+        assert receipt["status"] in ("accepted", "noticed", "stopped")
+        assert receipt["pending_on"], receipt
+
+    async def resolved() -> bool:
+        found = await api.get(f"/v1/stops/{receipt['stop_id']}")
+        return found["status"] == "reclaimed"
+
+    await eventually(resolved, 60.0, "the stop is resolved by the end of its epoch")
+    await eventually(lambda: ready(api), 60.0, "the group serves again")
+    await api.assert_idle()
+
+
+async def ready(api: Any) -> bool:
+    response = await api.http.get("/readyz")
+    return response.status_code == 200
+
+
+async def test_redis_lost_delays_no_token_and_loses_no_stop(api: Any, eventually: Any) -> None:
+    redis_pid = api.stack.pids["redis"]
+    async with api.stream(max_tokens=4000, ignore_eos=True) as stream:
+        await stream.read(2)
+        psutil.Process(redis_pid).suspend()
+        try:
+            await asyncio.wait_for(stream.read(20), 20)
+            receipt = await api.cancel(stream.uid, timeout=10)
+            assert receipt["status"] == "reclaimed", receipt
+            await asyncio.wait_for(stream.read(), 10)
+            assert stream.finish_reason == "abort"
+        finally:
+            psutil.Process(redis_pid).resume()
+    async with api.stream(max_tokens=4000, ignore_eos=True) as stream:
+        await stream.read(2)
+        os.kill(redis_pid, signal.SIGKILL)
+        receipt = await api.cancel(stream.uid, timeout=10)
+        assert receipt["status"] == "reclaimed", receipt
+    restarted = api.stack.restarts
+
+    async def back() -> bool:
+        return api.stack.pids.get("redis", redis_pid) != redis_pid
+
+    await eventually(back, 20.0, f"Redis is restarted ({restarted})")
+    async with api.stream(max_tokens=4000, ignore_eos=True) as stream:
+        await stream.read(2)
+        assert (await api.cancel(stream.uid))["status"] == "reclaimed"
+    await api.assert_idle()
+
+
+async def test_a_killed_front_leaks_nothing(api: Any, eventually: Any) -> None:
+    (front,) = children(api, "stopway_engine.front")
+    before = await epoch(api)
+    async with api.stream(max_tokens=4000, ignore_eos=True) as stream:
+        await stream.read(2)
+        front.kill()
+        await asyncio.wait_for(stream.read(), 20)
+    assert stream.error is not None and stream.done
+    await eventually(lambda: ready(api), 30.0, "a new front serves")
+    await api.assert_idle()
+    assert await epoch(api) == before, "the ranks went on in their epoch"
+
+
+async def test_a_killed_gateway_leaks_nothing(api: Any, eventually: Any) -> None:
+    with pytest.raises(httpx.TransportError):
+        async with api.stream(max_tokens=4000, ignore_eos=True) as stream:
+            await stream.read(2)
+            os.kill(api.stack.pids["gateway"], signal.SIGKILL)
+            await asyncio.wait_for(stream.read(), 20)
+
+    async def back() -> bool:
+        try:
+            return await ready(api)
+        except httpx.TransportError:
+            return False
+
+    await eventually(back, 30.0, "a new gateway serves")
+    await api.assert_idle()

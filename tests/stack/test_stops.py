@@ -1,0 +1,265 @@
+"""Stops of every kind at random moments, by every way in, on two tensor-parallel ranks."""
+
+import asyncio
+import json
+import random
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import redis.asyncio as redis
+import websockets
+
+from stopway_core import names, signing
+from stopway_core.types import Reason, Stop, Target
+
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
+
+STOPS = 200
+SEED = 20261130
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def api(stack_of: Callable[..., Any]) -> AsyncIterator[Any]:
+    async with stack_of(tensor=2, max_running=16) as running:
+        yield running
+
+
+def words(rng: random.Random, count: int) -> list[dict[str, str]]:
+    text = " ".join(rng.choice(("sea", "ship", "storm", "light", "sailor")) for _ in range(count))
+    return [{"role": "user", "content": f"Go on for very long: {text}"}]
+
+
+class Disturber:
+    """One request and one stop of it, both drawn from a seed."""
+
+    def __init__(self, api: Any, seed: int) -> None:
+        self.api = api
+        self.rng = random.Random(seed)
+        self.how = self.rng.choice(("api", "disconnect", "deadline", "before", "after", "many"))
+
+    async def run(self) -> str:
+        await asyncio.sleep(self.rng.random() * 0.3)
+        ways = {
+            "api": lambda: self.stream(leave=False),
+            "disconnect": lambda: self.stream(leave=True),
+            "deadline": self.deadline,
+            "before": self.before,
+            "after": self.after,
+            "many": self.many,
+        }
+        return await ways[self.how]()
+
+    def body(self, tokens: int) -> dict[str, Any]:
+        return {"max_tokens": tokens, "ignore_eos": True, "n": self.rng.choice((1, 1, 1, 2))}
+
+    def prompt(self) -> list[dict[str, str]]:
+        return words(self.rng, self.rng.choice((3, 40, 300)))
+
+    async def cancel(self, uid: str) -> dict[str, Any]:
+        receipt = await self.api.cancel(uid, timeout=30)
+        assert receipt["status"] in ("reclaimed", "already_finished"), receipt
+        return receipt
+
+    async def stream(self, leave: bool) -> str:
+        """Stop a stream at a random moment, through the API or by going away."""
+        async with self.api.stream(self.prompt(), **self.body(400)) as stream:
+            await stream.read(self.rng.choice((0, 0, 1, 5, 20)))
+            if leave:
+                return "client_disconnect"
+            receipt = await self.cancel(stream.uid)
+            await asyncio.wait_for(stream.read(), 30)
+        assert stream.done and stream.finish_reason == "abort", stream
+        assert receipt["outcome"] in ("stopped", {"finished": 0, "stopped": 2, "failed": 0})
+        return stream.stop_reason
+
+    async def many(self) -> str:
+        """Several stops of one request at once, each of which succeeds."""
+        async with self.api.stream(self.prompt(), **self.body(400)) as stream:
+            await stream.read(self.rng.choice((0, 3)))
+            receipts = await asyncio.gather(*[self.cancel(stream.uid) for _ in range(3)])
+            await asyncio.wait_for(stream.read(), 30)
+        assert sum(receipt["status"] == "reclaimed" for receipt in receipts) >= 1
+        return stream.stop_reason
+
+    async def deadline(self) -> str:
+        total = self.rng.choice((0.01, 0.2, 0.6))
+        response = await self.api.http.post(
+            "/v1/chat/completions",
+            json={
+                **self.api.body,
+                "messages": self.prompt(),
+                **self.body(5000),
+                "deadlines": {"total": total},
+            },
+        )
+        assert response.status_code == 504, response.text
+        assert response.json()["error"]["code"] == "deadline_total", response.text
+        return "deadline_total"
+
+    async def after(self) -> str:
+        answer = await self.api.chat(self.prompt(), max_tokens=2)
+        receipt = await self.cancel(answer["id"])
+        assert receipt["status"] == "already_finished", receipt
+        assert receipt["outcome"] == "finished"
+        return "finished"
+
+    async def before(self) -> str:
+        """A gateway's own protocol: the stop comes first, its request later."""
+        gateway = f"g{secrets.token_hex(4)}"
+        uid = f"req-1-{gateway}-{secrets.token_hex(4)}"
+        secret = self.api.stack.secret
+        (front,) = self.api.stack.front_urls.values()
+        stop = Stop(
+            stop_id=f"stop-{secrets.token_hex(6)}",
+            target=Target(uids=(uid,)),
+            reason=Reason.CLIENT_CANCEL,
+            tenant="default",
+            admin=False,
+            issued_at=time.time(),
+            publisher=gateway,
+        )
+        async with websockets.connect(
+            front.replace("http", "ws") + f"/internal/v1/session?gateway={gateway}",
+            additional_headers={"Authorization": f"Bearer {secret}"},
+            proxy=None,
+        ) as socket:
+            await socket.send(json.dumps({"type": "stop", "stop": signing.sign(stop, secret)}))
+            while True:  # until a turn has it
+                message = json.loads(await asyncio.wait_for(socket.recv(), 30))
+                if (message.get("receipt") or {}).get("stop_id") == stop.stop_id:
+                    break
+            submit = {
+                "type": "submit",
+                "uid": uid,
+                "attempt": 1,
+                "tenant": "default",
+                "n": 1,
+                "prompt": {"messages": self.prompt()},
+                "params": {"max_tokens": 400, "ignore_eos": True, "temperature": 0.0},
+                "minted_at": time.time(),
+            }
+            await socket.send(json.dumps(submit))
+            ended = None
+            while True:
+                message = json.loads(await asyncio.wait_for(socket.recv(), 30))
+                assert message["type"] != "out", "a token of a request that was stopped before"
+                if message["type"] == "end" and message["uid"] == uid:
+                    ended = message
+                receipt = message.get("receipt") or {}
+                mine = receipt.get("stop_id") == stop.stop_id and receipt["outcome"]["stopped"]
+                if ended and mine and receipt["status"] == "reclaimed":
+                    break
+        assert ended["outcome"] == "stopped" and ended["completion_tokens"] == 0
+        return str(ended["reason"])
+
+
+async def test_random_stops_leave_nothing_held(api: Any) -> None:
+    """Two hundred stops, twelve requests at a time, and then nothing is held."""
+    limit = asyncio.Semaphore(12)
+    seen: Counter[tuple[str, str]] = Counter()
+
+    async def one(index: int) -> None:
+        async with limit:
+            disturber = Disturber(api, SEED + index)
+            seen[disturber.how, await disturber.run()] += 1
+
+    async with asyncio.TaskGroup() as group:
+        for index in range(STOPS):
+            group.create_task(one(index))
+    assert sum(seen.values()) == STOPS
+    assert set(seen) == {
+        ("api", "client_cancel"),
+        ("many", "client_cancel"),
+        ("disconnect", "client_disconnect"),
+        ("deadline", "deadline_total"),
+        ("before", "client_cancel"),
+        ("after", "finished"),
+    }, seen
+    await api.assert_idle()
+    assert "Paris" in await api.text(
+        [{"role": "user", "content": "What is the capital of France?"}]
+    )
+    await api.assert_idle()
+
+
+async def test_a_disconnect_is_found_through_its_request(api: Any, eventually: Any) -> None:
+    async with api.stream(max_tokens=2000, ignore_eos=True) as stream:
+        await stream.read(3)
+
+    async def reclaimed() -> bool:
+        request = await api.get(f"/v1/requests/{stream.uid}")
+        if not request["stop_ids"]:
+            return False
+        receipt = await api.get(f"/v1/stops/{request['stop_ids'][0]}")
+        return receipt["reason"] == "client_disconnect" and receipt["status"] == "reclaimed"
+
+    await eventually(reclaimed, 10.0, "the disconnect's receipt")
+    await api.assert_idle()
+
+
+async def test_case_e19_a_stop_before_the_first_token_completes_its_spans(api: Any) -> None:
+    long = [{"role": "user", "content": " ".join(f"word{i}" for i in range(900))}]
+    async with api.stream(long, max_tokens=100) as stream:
+        receipt = await api.cancel(stream.uid)
+        await stream.read()
+    assert stream.chunks == 0 and stream.finish_reason == "abort"
+    wanted = {"request.queue", "stop.handoff"}
+    spans = await api.spans(receipt["trace_id"], wanted, 3)
+    assert not any(span.name == "request.decode" for span in spans)
+    assert all(span.end >= span.start for span in spans)
+    await api.assert_idle()
+
+
+async def test_case_t06_the_context_crosses_redis(api: Any) -> None:
+    """The entry in the stream carries the trace that the ranks' spans are in."""
+    async with api.stream(max_tokens=2000, ignore_eos=True) as stream:
+        await stream.read(2)
+        receipt = await api.cancel(stream.uid)
+    client = redis.Redis.from_url(api.stack.redis_url, decode_responses=True)
+    try:
+        (group,) = api.stack.groups
+        entries = await client.xrange(names.stops_stream("local", group.name))
+    finally:
+        await client.aclose()
+    mine = [json.loads(fields["stop"]) for _, fields in entries]
+    (entry,) = [stop for stop in mine if stop["stop_id"] == receipt["stop_id"]]
+    context = names.parse_traceparent(entry["traceparent"])
+    assert context is not None and context[0] == receipt["trace_id"]
+
+
+async def test_a_stop_string_ends_the_request_and_its_text(api: Any) -> None:
+    whole = await api.text([{"role": "user", "content": "Count from 1 to 9."}], max_tokens=40)
+    assert len(whole) > 6
+    stop = whole[3:6]
+    answer = await api.chat(
+        [{"role": "user", "content": "Count from 1 to 9."}], max_tokens=40, stop=[stop]
+    )
+    assert answer["choices"][0]["message"]["content"] == whole[: whole.index(stop)]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    await api.assert_idle()
+
+
+async def test_conversation_and_tenant_selectors_reach_their_own(api: Any) -> None:
+    async with (
+        api.stream(max_tokens=2000, ignore_eos=True, metadata={"conversation_id": "a"}) as one,
+        api.stream(max_tokens=2000, ignore_eos=True, metadata={"conversation_id": "b"}) as two,
+    ):
+        await one.read(2)
+        await two.read(2)
+        response = await api.http.post("/v1/stops", json={"conversation": "a", "wait": "reclaimed"})
+        assert response.status_code == 200, response.text
+        assert response.json()["count"] == 1
+        await one.read()
+        assert one.finish_reason == "abort"
+        await two.read(2)
+        assert two.finish_reason is None
+        response = await api.http.post("/v1/stops", json={"all": True, "wait": "reclaimed"})
+        assert response.json()["reason"] == "admin"
+        await two.read()
+    assert two.stop_reason == "admin"
+    await api.assert_idle()

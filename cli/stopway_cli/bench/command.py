@@ -1,0 +1,192 @@
+"""``stopway bench``: every case on every server in turn, then figures and ratios."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.table import Table
+
+from stopway_cli import render
+from stopway_cli.bench import figures, server
+from stopway_cli.errors import CliError, Exit
+from stopway_core.topology import EngineSettings
+
+Figures = dict[str, Any]
+Case = Callable[[server.Subject], Awaitable[Figures]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was asked for on the command line."""
+
+    urls: tuple[str, ...]
+    keys: tuple[str, ...]
+    model: str
+    local: bool
+    tensor: int
+    pipeline: int
+    turns: bool
+    quick: bool
+    as_json: bool
+
+
+def say(text: str) -> None:
+    """Progress, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def key_for(keys: tuple[str, ...], index: int, count: int) -> str:
+    """The key of one of ``count`` servers: the only one, or its own. Raises ``CliError``."""
+    if not keys:
+        return os.environ.get("STOPWAY_KEY", "")
+    if len(keys) == 1:
+        return keys[0]
+    if len(keys) != count:
+        raise CliError(
+            f"{len(keys)} keys for {count} servers; give --key once, or once for each URL in order",
+            Exit.CONFIG,
+        )
+    return keys[index]
+
+
+def cases(subject: server.Subject, quick: bool) -> dict[str, Case]:
+    """Name -> case, in the order they are run. Seeds differ, so that no cache helps."""
+    seed = int(time.time()) % 100_000 * 1000
+    few, more = (2, 3) if quick else (5, 8)
+
+    def load(streams: int, tokens: int) -> Case:
+        return lambda s: server.throughput(s, streams, tokens, seed + streams * 100)
+
+    chosen: dict[str, Case] = {
+        f"streams_{streams}": load(streams, tokens) for streams, tokens in server.LOADS
+    }
+    chosen["disconnect_decoding"] = lambda s: server.disconnect(s, more, seed + 10_000)
+    chosen["disconnect_prefill"] = lambda s: server.prefill(s, few, seed + 20_000)
+    if subject.kind == "stopway":
+        chosen["cancel"] = lambda s: server.cancel(s, more, seed + 30_000)
+    return chosen
+
+
+async def measure(subjects: list[server.Subject], quick: bool) -> list[Figures]:
+    """All figures of all servers; case by case, so that a noisy minute hits all alike."""
+    found: list[Figures] = [{} for _ in subjects]
+    plans = [cases(subject, quick) for subject in subjects]
+    names = list(dict.fromkeys(name for plan in plans for name in plan))
+    for name in names:
+        for subject, plan, result in zip(subjects, plans, found, strict=True):
+            if name not in plan:
+                continue
+            say(f"{name}: {subject.url}")
+            try:
+                result[name] = await plan[name](subject)
+            except CliError as error:
+                say(f"  left out: {error.message}")
+    return found
+
+
+async def run(plan: Plan) -> Exit:
+    """Measure and print. Raises ``CliError`` when a server is not there."""
+    turns: Figures | None = None
+    if plan.turns:
+        from stopway_cli.bench.turns import measure as measure_turns
+
+        say("the core's turn cost: 256 running, 10,000 waiting")
+        turns = measure_turns()
+        if not plan.as_json:
+            print_turns(turns)
+    subjects = [
+        server.Subject(url.rstrip("/"), key_for(plan.keys, i, len(plan.urls)), plan.model)
+        for i, url in enumerate(plan.urls)
+    ]
+    if not subjects and not plan.local:
+        if turns is None:
+            raise CliError("name a server's URL, or use --local to start a stack", Exit.USAGE)
+        if plan.as_json:
+            print(json.dumps({"turns": turns}))
+        return Exit.OK
+    async with AsyncExitStack() as opened:
+        if plan.local:
+            subjects.insert(0, await _local(plan, opened))
+        for subject in subjects:
+            await server.examine(subject)
+        found = await measure(subjects, plan.quick)
+    document = to_json(subjects, found, turns)
+    if plan.as_json:
+        print(json.dumps(document))
+    else:
+        print_servers(document)
+    return Exit.OK
+
+
+async def _local(plan: Plan, opened: AsyncExitStack) -> server.Subject:
+    from stopway_cli.stack import LocalStack, StackConfig
+    from stopway_cli.up import ProgressLine
+
+    settings = replace(EngineSettings(), drain_s=1.0)
+    config = StackConfig(tensor=plan.tensor, pipeline=plan.pipeline, port=0, settings=settings)
+    progress = ProgressLine()
+    opened.callback(progress.close)
+    stack = await opened.enter_async_context(LocalStack(config, progress))
+    progress.close()
+    return server.Subject(stack.url, stack.key)
+
+
+def to_json(subjects: list[server.Subject], found: list[Figures], turns: Figures | None) -> Figures:
+    """The one document of ``--json``."""
+    ratios = figures.ratios(found)
+    servers = [
+        {
+            "url": subject.url,
+            "kind": subject.kind or "unknown",
+            "model": subject.model,
+            "figures": own,
+            "ratios": relative,
+        }
+        for subject, own, relative in zip(subjects, found, ratios, strict=True)
+    ]
+    return {"turns": turns, "servers": servers}
+
+
+def print_turns(turns: Figures) -> None:
+    """The core's cost as a table."""
+    table = Table(
+        title=f"turn cost, {turns['running']} running, {turns['waiting']:,} waiting",
+        title_justify="left",
+        box=None,
+        padding=(0, 2),
+    )
+    for title in ("turn", "where", "p50", "p99", "max"):
+        table.add_column(title, justify="left" if title in ("turn", "where") else "right")
+    for name in ("decode", "stop_and_submit"):
+        for where in ("planner_ms", "follower_ms"):
+            row = turns[name][where]
+            values = (f"{row[key]:.3f} ms" for key in ("p50", "p99", "max"))
+            table.add_row(name.replace("_", " "), where.removesuffix("_ms"), *values)
+    render.console().print(table)
+
+
+def print_servers(document: Figures) -> None:
+    """A row per figure, a column per server, ratios to the first in brackets."""
+    servers = document["servers"]
+    table = Table(box=None, padding=(0, 2))
+    table.add_column("figure", no_wrap=True)
+    for each in servers:
+        table.add_column(f"{each['kind']}\n{each['url']}", justify="right", no_wrap=True)
+    own = [figures.leaves(each["figures"]) for each in servers]
+    for path in dict.fromkeys(path for leaves in own for path in leaves):
+        if path[-1] in ("n", "p99"):  # of a few repetitions: the maximum says it
+            continue
+        cells = []
+        for index, leaves in enumerate(own):
+            relative = servers[index]["ratios"].get(".".join(path))
+            shown = "-" if path not in leaves else f"{leaves[path]:,.1f}"
+            cells.append(f"{shown} (x{relative:.2f})" if index and relative else shown)
+        table.add_row(" ".join(path).replace("_", " "), *cells)
+    render.console().print(table)

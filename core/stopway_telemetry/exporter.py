@@ -99,11 +99,10 @@ class Exporter:
 
     def _write(self, batch: list[SpanRecord]) -> None:
         # Whatever goes wrong with one sink must neither end the thread nor starve the other.
-        for sink in (self._store, self._otlp):
-            if sink is None:
-                continue
+        appends = [sink.append for sink in (self._store, self._otlp) if sink is not None]
+        for append in appends:
             try:
-                sink.append(batch)
+                append(batch)
             except Exception as error:
                 if not self.failed:
                     _LOG.warning("spans are not kept: %s", error)

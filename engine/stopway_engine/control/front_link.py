@@ -132,6 +132,7 @@ def snapshot(leader: Leader) -> dict[str, Any]:
         **replica.snapshot(),
         "group": leader.config.group,
         "epoch": leader.epoch,
+        "ranks": leader.config.world,
         "check": check,
         "running": planner.running,
         "waiting": planner.waiting,

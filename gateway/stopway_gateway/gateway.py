@@ -1,0 +1,219 @@
+"""The gateway itself: its parts, put together, started and ended in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+from stopway_core.types import Reason
+from stopway_gateway import limits, trace
+from stopway_gateway.auth import KeyRing, Principal
+from stopway_gateway.config import Settings
+from stopway_gateway.errors import ApiError, Scope
+from stopway_gateway.generation import Generation, tenant_salt
+from stopway_gateway.metrics import Metrics
+from stopway_gateway.registry import Registry
+from stopway_gateway.request import Request
+from stopway_gateway.requests_table import RequestsTable
+from stopway_gateway.router import Router
+from stopway_gateway.session import LeaderSession
+from stopway_gateway.stop_service import StopService
+from stopway_telemetry import Exporter
+
+_LOG = logging.getLogger(__name__)
+_DRAIN_END_S = 2.0
+
+
+class Gateway:
+    """Everything that the routes share. ``start`` and ``close`` once each."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.keys = KeyRing(settings.api_keys.get_secret_value())
+        self.metrics = Metrics()
+        self.exporter = Exporter(
+            "stopway-gateway",
+            {"service.instance.id": settings.gateway_id, "service.namespace": settings.service_uid},
+            settings.otlp_endpoint or None,
+            settings.spans_dir or None,
+        )
+        self.table = RequestsTable(settings.gateway_id, settings.keep_s, settings.keep_max)
+        self.registry = Registry(settings, self._make_session)
+        self.router = Router()
+        self.stops = StopService(settings, self.table, self.registry, self.metrics, self.exporter)
+        self.draining = False
+        self._active = 0  # handlers of generating routes
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.metrics.watch(
+            self.registry.loads, lambda: len(self.table), lambda: self.exporter.dropped
+        )
+
+    async def start(self) -> None:
+        """Reach for the leaders and for Redis; neither has to be there yet."""
+        if not len(self.keys):
+            _LOG.warning("STOPWAY_API_KEYS is empty: every request will be refused")
+        if not self.settings.secret.get_secret_value():
+            _LOG.warning("STOPWAY_SECRET is empty: leaders will refuse this gateway")
+        await self.stops.start()
+        await self.registry.start()
+
+    async def close(self) -> None:
+        """End all parts; breaking the leases stops whatever still runs."""
+        await self.registry.close()
+        await self.stops.close()
+        await asyncio.to_thread(self.exporter.shutdown, self.settings.flush_s)
+
+    async def drain(self) -> None:
+        """Take nothing new, let what runs finish for ``drain_s``, then stop it: ``drain``."""
+        self.draining = True
+        await self._wait_idle(self.settings.drain_s)
+        for request in self.table.live():
+            if request.cut is None:
+                self.stops.issue_for(request, Reason.DRAIN)
+        await self._wait_idle(self.settings.cut_wait_s + _DRAIN_END_S)
+
+    async def _wait_idle(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+
+    @property
+    def active(self) -> int:
+        """Clients of generating routes that are being served."""
+        return self._active
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """While one client of a generating route is served. Raises a 503 or a 429."""
+        self.check_open()
+        self._active += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raises a 503 while draining, a 429 when there are too many requests."""
+        if self.draining:
+            raise ApiError(
+                503, "The server is shutting down.", code="drain", headers={"retry-after": "1"}
+            )
+        if self._active >= self.settings.requests_max:
+            raise ApiError(
+                429,
+                "Too many requests at once; try again soon.",
+                code="too_many_requests",
+                headers={"retry-after": "1"},
+            )
+
+    def open(self, generation: Generation, principal: Principal, scope: Scope) -> Request:
+        """A new request, known and stoppable from here on. Raises a 400 or a 404."""
+        if generation.model != self.settings.model_name:
+            raise ApiError(
+                404,
+                f"The model {generation.model[:100]!r} does not exist; there is "
+                f"{self.settings.model_name!r}.",
+                code="model_not_found",
+                param="model",
+            )
+        headers = dict(scope["headers"])
+        client_id = limits.client_request_id(headers.get(b"x-request-id"))
+        traceparent = headers.get(b"traceparent", b"")[:64].decode("latin-1")
+        request = Request(
+            self.table.new_uid(),
+            principal.tenant,
+            generation,
+            trace.begin(traceparent, self.settings.trust_traceparent),
+            client_id,
+            self.settings.slow_reader_bytes_max,
+        )
+        request.on_settled = self._settled
+        self.table.add(request)
+        return request
+
+    async def dispatch(self, request: Request) -> None:
+        """Give the request to a leader, or settle it when none is ready in time."""
+        generation = request.generation
+        begun = time.monotonic()
+        queue = generation.deadlines["queue"]
+        patience = self.settings.dispatch_wait_s
+        hasty = queue is not None and queue < patience
+        deadline = begun + (queue if hasty and queue is not None else patience)
+        while request.outcome is None and not request.gone:
+            session = self.router.choose(
+                self.registry.ready(), request.tenant, generation.conversation
+            )
+            if session is not None:
+                session.submit(request, self._submission(request, time.monotonic() - begun))
+                return
+            if time.monotonic() >= deadline:
+                reason = Reason.DEADLINE_QUEUE if hasty else Reason.RANK_LOST
+                request.settle(reason, "No group is ready; try again soon.")
+                return
+            await request.changed(max(0.0, deadline - time.monotonic()))
+
+    def _submission(self, request: Request, waited_s: float) -> dict[str, object]:
+        generation = request.generation
+        trace_ids = request.trace
+        return {
+            "type": "submit",
+            "uid": request.uid,
+            "attempt": 1,
+            "tenant": request.tenant,
+            "salt": tenant_salt(self.settings.secret.get_secret_value(), request.tenant),
+            "n": generation.n,
+            "prompt": generation.prompt,
+            "params": generation.params,
+            "stop": generation.stop,
+            "include_stop_str_in_output": generation.include_stop,
+            # They run from the arrival here; the leader counts from the arrival there.
+            "deadlines": {
+                name: None if limit is None else max(0.001, limit - waited_s)
+                for name, limit in generation.deadlines.items()
+            },
+            "conversation": generation.conversation,
+            "traceparent": f"00-{trace_ids.trace_id}-{trace_ids.span_id}-01",
+            "minted_at": time.time(),
+        }
+
+    def client_left(self, request: Request) -> None:
+        """Nobody waits for it any more: stop it, unless it is over or being stopped."""
+        request.leave()
+        if request.outcome is None and request.cut is None:
+            self.stops.issue_for(request, Reason.CLIENT_DISCONNECT)
+
+    def _settled(self, request: Request) -> None:
+        self.table.finish(request)
+        self.metrics.outcomes.labels(str(request.outcome), str(request.reason)).inc()
+        if request.first_text_at:
+            self.metrics.first_token.observe(request.first_text_at - request.created)
+        self.exporter.emit(trace.root_span(request))
+        self.stops.on_request_settled(request)
+
+    # --- leaders ------------------------------------------------------------------------------
+
+    def _make_session(self, url: str, name: str) -> LeaderSession:
+        return LeaderSession(
+            url,
+            name,
+            gateway=self.settings.gateway_id,
+            secret=self.settings.secret.get_secret_value(),
+            epoch_grace_s=self.settings.epoch_grace_s,
+            on_receipt=self.stops.on_receipt,
+            on_change=self._session_changed,
+        )
+
+    def _session_changed(self, session: LeaderSession) -> None:
+        self.stops.on_session(session)
+        for request in self.table.live():
+            if not request.dispatched:
+                request.poke()

@@ -1,0 +1,120 @@
+"""Which leaders there are: from a file, or from a name that resolves to the ready ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from stopway_gateway.config import Settings
+from stopway_gateway.metrics import GroupLoad
+from stopway_gateway.session import LeaderSession
+from stopway_gateway.tasks import end_tasks
+
+_LOG = logging.getLogger(__name__)
+Found = dict[str, str]  # url -> group name, empty while it is not known
+
+
+class Registry:
+    """Keeps one session per leader; one that left the list keeps its session while it works."""
+
+    def __init__(self, settings: Settings, make: Callable[[str, str], LeaderSession]) -> None:
+        self._settings = settings
+        self._make = make
+        self._sessions: dict[str, LeaderSession] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Look once, then every ``groups_poll_s``."""
+        await self._poll()
+        self._task = asyncio.create_task(self._watch(), name="groups")
+
+    async def close(self) -> None:
+        """Break every lease."""
+        await end_tasks(self._task)
+        await asyncio.gather(*(session.close() for session in self._sessions.values()))
+
+    def sessions(self) -> list[LeaderSession]:
+        """All of them, ready or not."""
+        return list(self._sessions.values())
+
+    def ready(self) -> list[LeaderSession]:
+        """Those that new requests may go to."""
+        return [session for session in self._sessions.values() if session.ready]
+
+    def of_group(self, group: str) -> LeaderSession | None:
+        """The session of a group; of two, the one that is connected."""
+        found = [session for session in self._sessions.values() if session.group == group]
+        found.sort(key=lambda session: (session.connected, session.epoch or 0))
+        return found[-1] if found else None
+
+    def groups(self) -> list[str]:
+        """The names of all known groups."""
+        return sorted({s.group for s in self._sessions.values() if s.group})
+
+    def loads(self) -> Iterable[GroupLoad]:
+        """(group, its last load), for the metrics."""
+        for session in self._sessions.values():
+            if session.connected:
+                yield session.group, session.load
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.groups_poll_s)
+            await self._poll()
+
+    async def _poll(self) -> None:
+        try:
+            if self._settings.groups_file:
+                found = _read_file(Path(self._settings.groups_file))
+            elif self._settings.groups_dns:
+                found = await _resolve(self._settings.groups_dns)
+            else:
+                found = {}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            # A file being written, a name server that hiccups: what is known stays true.
+            _LOG.debug("the groups can't be read now: %s", error)
+            return
+        await self._apply(found)
+
+    async def _apply(self, found: Found) -> None:
+        for url, name in found.items():
+            session = self._sessions.get(url)
+            if session is None:
+                self._sessions[url] = session = self._make(url, name)
+                session.start()
+            session.retiring = False
+        for url, session in list(self._sessions.items()):
+            if url in found:
+                continue
+            session.retiring = True
+            if not session.live:
+                del self._sessions[url]
+                await session.close()
+
+
+def _read_file(path: Path) -> Found:
+    groups = json.loads(path.read_text(encoding="utf-8"))["groups"]
+    return {str(group["url"]).rstrip("/"): str(group.get("name", "")) for group in groups}
+
+
+async def _resolve(host_port: str) -> Found:
+    host, _, port = host_port.rpartition(":")
+    async with asyncio.timeout(5.0):
+        try:
+            infos: list[tuple[Any, ...]] = await asyncio.get_running_loop().getaddrinfo(
+                host, int(port), type=socket.SOCK_STREAM
+            )
+        except socket.gaierror as error:
+            if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", None)):
+                return {}  # the name is known and nobody is ready
+            raise
+    urls = []
+    for family, *_, address in infos:
+        ip = f"[{address[0]}]" if family == socket.AF_INET6 else address[0]
+        urls.append(f"http://{ip}:{address[1]}")
+    return dict.fromkeys(urls, "")

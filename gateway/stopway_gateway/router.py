@@ -1,0 +1,38 @@
+"""Which group takes a request: the one that has its conversation, else the least busy."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from stopway_gateway.session import LeaderSession
+
+_CONVERSATIONS_MAX = 10_000
+
+
+class Router:
+    """Remembers where conversations went, the latest ``_CONVERSATIONS_MAX`` of them."""
+
+    def __init__(self) -> None:
+        self._homes: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    def choose(
+        self, ready: Sequence[LeaderSession], tenant: str, conversation: str
+    ) -> LeaderSession | None:
+        """One of ``ready``, or None when there is none.
+
+        A conversation's cache is worth more than an even load, so affinity comes first; a home
+        that is not ready is replaced by the choice made instead.
+        """
+        if not ready:
+            return None
+        home = self._homes.get((tenant, conversation)) if conversation else None
+        chosen = next((session for session in ready if session.group == home), None)
+        if chosen is None:
+            chosen = min(ready, key=lambda session: (session.outstanding, session.group))
+        if conversation:
+            self._homes[tenant, conversation] = chosen.group
+            self._homes.move_to_end((tenant, conversation))
+            if len(self._homes) > _CONVERSATIONS_MAX:
+                self._homes.popitem(last=False)
+        return chosen

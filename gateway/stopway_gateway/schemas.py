@@ -1,0 +1,181 @@
+"""The bodies of the generating routes, validated.
+
+Strict: a number is a number. Fields of OpenAI's that change nothing here are accepted and ignored;
+those that would change what the answer means are refused (``unsupported``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from stopway_core import names
+from stopway_gateway.config import Settings
+from stopway_gateway.errors import ApiError
+
+_TOKENS_MAX = 10_000_000
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Seconds = Annotated[float, Field(gt=0, le=86_400.0, allow_inf_nan=False)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """``stream_options``."""
+
+    include_usage: bool = False
+
+
+class DeadlinesBody(_Strict):
+    """Seconds; absent is none."""
+
+    queue: Seconds | None = None
+    first_token: Seconds | None = None
+    total: Seconds | None = None
+
+
+class TextPart(_Strict):
+    """The one kind of content part there is."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Strict):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+
+
+class SamplingBody(_Strict):
+    """What chat and text completions share."""
+
+    model: str = Field(min_length=1, max_length=256)
+    n: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, le=_TOKENS_MAX)
+    min_tokens: int | None = Field(None, ge=0, le=_TOKENS_MAX)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    deadlines: DeadlinesBody | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ChatBody(SamplingBody):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=_TOKENS_MAX)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class CompletionBody(SamplingBody):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+
+Body = TypeVar("Body", bound=SamplingBody)
+
+# A value that leaves the meaning alone, by field; any other is refused.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "suffix": ("",),
+    "echo": (False,),
+    "use_beam_search": (False,),
+    "prompt_logprobs": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "skip_special_tokens": (True,),
+    "background": (False,),
+}
+
+
+def validate(model: type[Body], raw: dict[str, Any], settings: Settings) -> Body:
+    """``raw`` as ``model``. Raises a 400 that names the field and says what it must be."""
+    for name, harmless in _HARMLESS.items():
+        value = raw.get(name)
+        if value is not None and not any(value is h or value == h for h in harmless):
+            raise ApiError(
+                400, f"{name} is not supported.", code="unsupported_parameter", param=name
+            )
+    try:
+        body = model.model_validate(raw)
+    except ValidationError as error:
+        raise _bad_request(error) from None
+    except RecursionError:
+        raise ApiError(400, "The body is nested too deep.", code="invalid_json") from None
+    _check_limits(body, settings)
+    return body
+
+
+def _bad_request(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"])[:100]
+    return ApiError(400, f"{where}: {first['msg']}", code="invalid_value", param=where)
+
+
+def _check_limits(body: SamplingBody, settings: Settings) -> None:
+    def refuse(param: str, message: str) -> ApiError:
+        return ApiError(400, f"{param}: {message}", code="invalid_value", param=param)
+
+    if body.n is not None and body.n > settings.choices_max:
+        raise refuse("n", f"must be at most {settings.choices_max}")
+    stops = stop_strings(body)
+    if len(stops) > settings.stop_strings_max:
+        raise refuse("stop", f"at most {settings.stop_strings_max} strings")
+    if any(not 0 < len(text) <= settings.stop_string_chars_max for text in stops):
+        raise refuse("stop", f"each string has 1 to {settings.stop_string_chars_max} characters")
+    if body.stream_options is not None and not body.stream:
+        raise refuse("stream_options", "only with stream: true")
+    metadata = body.metadata or {}
+    if len(metadata) > settings.metadata_keys_max or any(
+        len(k) > 64 or len(v) > settings.metadata_chars_max for k, v in metadata.items()
+    ):
+        raise refuse(
+            "metadata",
+            f"at most {settings.metadata_keys_max} keys of 64 characters, with values of "
+            f"{settings.metadata_chars_max}",
+        )
+    conversation = metadata.get("conversation_id")
+    if conversation is not None and not 0 < len(conversation) <= names.ID_MAX:
+        raise refuse("metadata.conversation_id", f"has 1 to {names.ID_MAX} characters")
+
+
+def stop_strings(body: SamplingBody) -> list[str]:
+    """``stop`` as a list."""
+    if body.stop is None:
+        return []
+    return [body.stop] if isinstance(body.stop, str) else body.stop

@@ -1,0 +1,63 @@
+"""uvicorn, with our connection class, and with a shutdown that drains before it closes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from types import FrameType
+
+import uvicorn
+
+from stopway_gateway.app import App
+from stopway_gateway.protocol import connection_class
+
+_CLOSE_S = 2
+
+
+class GatewayServer(uvicorn.Server):
+    """On SIGTERM it goes on listening (``/readyz`` says 503) until it is drained; then exits."""
+
+    def __init__(self, app: App) -> None:
+        settings = app.gateway.settings
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=settings.bind_host,
+                port=settings.port,
+                http=connection_class(settings.tcp_user_timeout_s),
+                ws="none",
+                lifespan="on",
+                log_level=settings.log_level.lower(),
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=_CLOSE_S,
+                backlog=4096,
+            )
+        )
+        self._app = app
+        self._drain: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A second signal does not wait."""
+        if self._drain is not None or self._app.gateway.draining:
+            self.should_exit = True
+            self.force_exit = sig == signal.SIGINT
+            return
+        self._app.gateway.draining = True
+        # Signals come between bytecodes of the main thread: only the loop may start a task.
+        asyncio.get_running_loop().call_soon_threadsafe(self.begin_drain)
+
+    def begin_drain(self) -> None:
+        """Drain, then close."""
+        self._drain = asyncio.create_task(self._drain_and_exit(), name="drain")
+
+    async def _drain_and_exit(self) -> None:
+        await self._app.gateway.drain()
+        self.should_exit = True
+
+    @property
+    def bound_port(self) -> int:
+        """The port that it listens on, once started."""
+        port: int = self.servers[0].sockets[0].getsockname()[1]
+        return port

@@ -1,0 +1,244 @@
+"""The session with one leader: a WebSocket that is also the lease of the requests on it.
+
+It reconnects by itself, with backoff and jitter. When it breaks, the requests on it end as
+``rank_lost``: nothing is retried here, because the leader may have computed and delivered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import WebSocketException
+
+from stopway_core.types import Outcome, Reason
+from stopway_gateway.request import End, Item, Refusal, Request
+from stopway_gateway.tasks import end_tasks
+
+_LOG = logging.getLogger(__name__)
+_BACKOFF_S = (0.1, 2.0)
+_MESSAGE_BYTES_MAX = 32 * 1024 * 1024
+
+
+class LeaderSession:
+    """One leader, by URL. ``ready``: its group can serve."""
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        *,
+        gateway: str,
+        secret: str,
+        epoch_grace_s: float,
+        on_receipt: Callable[[dict[str, Any]], None],
+        on_change: Callable[[LeaderSession], None],
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.group = name
+        self.epoch: int | None = None
+        self.connected = False
+        self.draining = False  # its group ends: what runs there goes on
+        self.retiring = False  # gone from the list of groups: takes nothing new
+        self.hello: dict[str, Any] = {}
+        self.load: dict[str, int] = {}
+        self.live: dict[str, Request] = {}
+        self.outstanding = 0  # estimated tokens of the requests on it
+        self._gateway = gateway
+        self._headers = {"Authorization": f"Bearer {secret}"}
+        self._epoch_grace_s = epoch_grace_s
+        self._on_receipt = on_receipt
+        self._on_change = on_change
+        self._outbox: asyncio.Queue[str] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {
+            "hello": self._on_hello,
+            "epoch": self._on_epoch,
+            "draining": self._on_draining,
+            "accepted": self._on_accepted,
+            "refused": self._on_refused,
+            "out": self._on_out,
+            "end": self._on_end,
+            "receipt": lambda message: self._on_receipt(message["receipt"]),
+            "load": self._on_load,
+        }
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests may go there."""
+        return self.connected and self.epoch is not None and not self.draining and not self.retiring
+
+    def start(self) -> None:
+        """Connect, and stay connected."""
+        self._task = asyncio.create_task(self._run(), name=f"leader {self.url}")
+
+    async def close(self) -> None:
+        """Break the lease and stop trying."""
+        await end_tasks(self._task)
+
+    def submit(self, request: Request, message: dict[str, Any]) -> None:
+        """Send a request; from now on this session says how it ends."""
+        request.group = self.group
+        request.epoch = self.epoch
+        request.release = lambda: self._forget(request)
+        self.live[request.uid] = request
+        self.outstanding += request.generation.cost
+        self._send(message)
+
+    def _forget(self, request: Request) -> None:
+        """The outcome is settled."""
+        if self.live.pop(request.uid, None) is not None:
+            self.outstanding -= request.generation.cost
+
+    def send_stop(self, signed: dict[str, Any]) -> bool:
+        """The direct path for one stop; False when there is no connection."""
+        if self.connected:
+            self._send({"type": "stop", "stop": signed})
+        return self.connected
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._outbox.put_nowait(json.dumps(message, separators=(",", ":")))
+
+    # --- the connection -----------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        backoff = _BACKOFF_S[0]
+        while True:
+            had_hello = False
+            try:
+                async with self._connect() as socket:
+                    await self._serve(socket)
+            except (OSError, WebSocketException, TimeoutError, ValueError) as error:
+                _LOG.info("leader %s: %s", self.url, error or type(error).__name__)
+            finally:
+                had_hello = bool(self.hello)
+                self._lost()
+            backoff = _BACKOFF_S[0] if had_hello else min(backoff * 2, _BACKOFF_S[1])
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
+
+    def _connect(self) -> connect:
+        base = self.url.replace("http", "ws", 1)
+        return connect(
+            f"{base}/internal/v1/session?gateway={self._gateway}",
+            additional_headers=self._headers,
+            open_timeout=5,
+            ping_interval=5,
+            ping_timeout=10,
+            close_timeout=1,
+            max_size=_MESSAGE_BYTES_MAX,
+            max_queue=64,
+            compression=None,
+            proxy=None,
+        )
+
+    async def _serve(self, socket: ClientConnection) -> None:
+        self._outbox = asyncio.Queue()
+        sender = asyncio.create_task(self._sender(socket, self._outbox))
+        try:
+            async for text in socket:
+                self._receive(text)
+        finally:
+            await end_tasks(sender)
+
+    async def _sender(self, socket: ClientConnection, outbox: asyncio.Queue[str]) -> None:
+        # A closed connection ends the reader too, and that is where it is dealt with.
+        with contextlib.suppress(WebSocketException, OSError):
+            while True:
+                await socket.send(await outbox.get())
+
+    def _lost(self) -> None:
+        was_connected, self.connected = self.connected, False
+        self.epoch = None
+        self.hello = {}
+        self.load = {}
+        for request in list(self.live.values()):
+            request.settle(Reason.RANK_LOST, "The connection to the group was lost.")
+        if was_connected:
+            self._on_change(self)
+
+    # --- messages -----------------------------------------------------------------------------
+
+    def _receive(self, text: str | bytes) -> None:
+        try:
+            message = json.loads(text)
+            handler = self._handlers.get(message["type"])
+            if handler is not None:
+                handler(message)
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            _LOG.warning("leader %s sent what cannot be read: %r", self.url, error)
+
+    def _on_hello(self, message: dict[str, Any]) -> None:
+        # Also sent when a new epoch forms on a session that stands.
+        self.group = str(message["group"])
+        self.hello = message
+        self.connected = True
+        self.draining = False
+        self._on_epoch(message)
+
+    def _on_draining(self, message: dict[str, Any]) -> None:
+        self.draining = True
+
+    def _on_epoch(self, message: dict[str, Any]) -> None:
+        before, self.epoch = self.epoch, message["epoch"]
+        if before is not None and before != self.epoch:
+            # The leader ends the requests of an epoch that ended; if it does not, we do.
+            asyncio.get_running_loop().call_later(self._epoch_grace_s, self._end_epoch, before)
+        self._on_change(self)
+
+    def _end_epoch(self, epoch: int) -> None:
+        for request in list(self.live.values()):
+            if request.epoch == epoch:
+                request.settle(Reason.RANK_LOST, "The group restarted.")
+
+    def _on_accepted(self, message: dict[str, Any]) -> None:
+        request = self.live.get(message["uid"])
+        if request is not None:
+            request.on_accepted(int(message["prompt_tokens"]))
+
+    def _on_refused(self, message: dict[str, Any]) -> None:
+        request = self.live.get(message["uid"])
+        if request is not None:
+            status = message.get("status", 400)
+            request.on_refused(
+                Refusal(
+                    status if isinstance(status, int) and 400 <= status < 600 else 400,
+                    str(message.get("message", "refused")),
+                    message.get("code"),
+                    message.get("param"),
+                )
+            )
+
+    def _on_out(self, message: dict[str, Any]) -> None:
+        for item in message["items"]:
+            request = self.live.get(item["uid"])
+            if request is not None:
+                piece = Item(item["text"], int(item["tokens"]), item.get("logprobs"))
+                request.on_out(int(item["index"]), piece)
+
+    def _on_end(self, message: dict[str, Any]) -> None:
+        request = self.live.get(message["uid"])
+        if request is None:
+            return
+        request.prompt_tokens = int(message.get("prompt_tokens") or request.prompt_tokens)
+        request.cached_tokens = int(message.get("cached_tokens") or 0)
+        end = End(
+            outcome=Outcome(message["outcome"]),
+            reason=Reason(message["reason"]),
+            finish_reason=str(message["finish_reason"]),
+            text=message.get("text") or "",
+            stop_string=message.get("stop_string"),
+            completion_tokens=int(message.get("completion_tokens") or 0),
+            discarded_tokens=int(message.get("discarded_tokens") or 0),
+            message=message.get("message") or "",
+        )
+        request.on_end(int(message["index"]), end)
+
+    def _on_load(self, message: dict[str, Any]) -> None:
+        keys = ("running", "waiting", "free", "held", "cached")
+        self.load = {key: int(message.get(key) or 0) for key in keys}

@@ -1,0 +1,250 @@
+"""A stop as its gateway keeps it: the parts of the groups it went to, and their sum."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from stopway_core.types import Outcome, Stop, StopStatus
+from stopway_gateway.request import Request, Trace
+
+REQUEST_IDS_MAX = 100
+_ORDER = (StopStatus.ACCEPTED, StopStatus.NOTICED, StopStatus.STOPPED, StopStatus.RECLAIMED)
+_RESOLVED = (StopStatus.RECLAIMED, StopStatus.ALREADY_FINISHED)
+_COUNTS = ("tokens_discarded", "blocks_reclaimed", "blocks_cached", "blocks_lent")
+_RANK_KEYS = (
+    "rank",
+    "stage",
+    "node",
+    "turn_noticed",
+    "noticed_at",
+    "stopped_at",
+    "reclaimed_at",
+)
+
+
+@dataclass(slots=True)
+class Part:
+    """What one group was told, and what it says. ``receipt`` is its newest."""
+
+    stop_id: str
+    group: str
+    signed: dict[str, Any] = field(default_factory=dict)
+    status: StopStatus = StopStatus.ACCEPTED
+    receipt: dict[str, Any] = field(default_factory=dict)
+    attempts: int = 0
+    due: float = 0.0  # monotonic; when it is sent again
+    asked_again: bool = False  # its leader is new here and is to say what it knows
+
+    @property
+    def resolved(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.status in _RESOLVED
+
+    @property
+    def settled(self) -> bool:
+        """Whether its turn is known, so that it need not be sent again."""
+        known = self.resolved or self.receipt.get("turn_effective") is not None
+        return known and not self.asked_again
+
+    @property
+    def unknown(self) -> bool:
+        """Whether the group has heard of none of the requests."""
+        outcome = self.outcome
+        return (
+            self.resolved
+            and outcome.get("unknown", 0) > 0
+            and sum(outcome.values()) == (outcome["unknown"])
+        )
+
+    @property
+    def outcome(self) -> dict[str, int]:
+        """Requests by outcome, as the receipt counts them."""
+        return {k: int(v) for k, v in (self.receipt.get("outcome") or {}).items()}
+
+    def merge(self, receipt: dict[str, Any]) -> bool:
+        """Take a receipt, unless an older one already said more. Raises ``ValueError``."""
+        status = StopStatus(receipt["status"])
+        self.asked_again = False
+        if self.unknown:
+            # The stop overtook its request: when that comes, the stop takes effect again.
+            self.status, self.receipt = status, receipt
+            return True
+        if self.resolved:
+            return False
+        if status is StopStatus.ALREADY_FINISHED and self.status is StopStatus.STOPPED:
+            # A later epoch knows nothing of it any more: then nothing holds anything either.
+            self.status = StopStatus.RECLAIMED
+            self.receipt = {**self.receipt, "pending_on": []}
+            return True
+        if status in _ORDER and _ORDER.index(status) < _ORDER.index(self.status):
+            return False
+        self.status = status
+        self.receipt = receipt
+        return True
+
+    def pending_on(self) -> list[str]:
+        """What holds it up."""
+        if self.resolved:
+            return []
+        named = [str(hold) for hold in self.receipt.get("pending_on") or []]
+        return named or [f"{self.group}: {_WAITS_FOR[self.status]}"]
+
+    def to_json(self) -> dict[str, Any]:
+        """As an element of ``groups``."""
+        receipt = self.receipt
+        return {
+            "group": self.group,
+            "epoch": receipt.get("epoch"),
+            "turn_effective": receipt.get("turn_effective"),
+            **{key: receipt.get(key) or 0 for key in _COUNTS},
+            "ranks": [
+                {key: rank.get(key) for key in _RANK_KEYS} for rank in receipt.get("ranks") or []
+            ],
+        }
+
+
+_WAITS_FOR = {
+    StopStatus.ACCEPTED: "no rank has noticed it",
+    StopStatus.NOTICED: "its turn",
+    StopStatus.STOPPED: "holds to end",
+}
+
+
+class StopRecord:
+    """One stop. ``span`` is its place in the trace, ``notify_id`` the span id of its notify."""
+
+    def __init__(self, stop: Stop, span: Trace, notify_id: str) -> None:
+        self.stop = stop
+        self.span = span
+        self.notify_id = notify_id
+        self.parts: dict[str, Part] = {}
+        self.matched: list[Request] = []  # of this gateway, up to REQUEST_IDS_MAX
+        self.matched_count = 0
+        self.here = {str(outcome): 0 for outcome in Outcome}  # of them: that no leader answers for
+        self.stopped_here = False
+        self.tenants: set[str] = set()
+        self.traced: set[str] = set()
+        self._changed = asyncio.Event()
+
+    def add_match(self, request: Request) -> None:
+        """A request of this gateway that the stop is aimed at."""
+        self.matched_count += 1
+        self.tenants.add(request.tenant)
+        if len(self.matched) < REQUEST_IDS_MAX:
+            self.matched.append(request)
+
+    @property
+    def status(self) -> StopStatus:
+        """How far it has come everywhere: the least of its parts."""
+        states = [
+            StopStatus.NOTICED if self._overtook(part) else part.status
+            for part in self.parts.values()
+        ]
+        if self.stopped_here:
+            states.append(StopStatus.RECLAIMED)
+        active = [state for state in states if state is not StopStatus.ALREADY_FINISHED]
+        return min(active, key=_ORDER.index) if active else StopStatus.ALREADY_FINISHED
+
+    def _overtook(self, part: Part) -> bool:
+        """Whether a group does not know yet what was sent to it: the stop came first.
+
+        When the request comes the stop takes effect, and another receipt says so; until then
+        nothing is proved. One that was refused, or had finished, never comes.
+        """
+        return part.unknown and any(
+            request.group == part.group
+            and (request.outcome is None or request.outcome is Outcome.STOPPED)
+            for request in self.matched
+        )
+
+    @property
+    def resolved(self) -> bool:
+        """Whether every part is."""
+        return self.status in _RESOLVED
+
+    @property
+    def known(self) -> bool:
+        """Whether anybody knows what it is aimed at."""
+        return self.matched_count > 0 or any(
+            part.receipt and not part.unknown for part in self.parts.values()
+        )
+
+    def reached(self, level: StopStatus) -> bool:
+        """Whether it has come to ``level``, or further."""
+        status = self.status
+        return status in _RESOLVED or _ORDER.index(status) >= _ORDER.index(level)
+
+    def touch(self) -> None:
+        """Wake whoever waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait(self, level: StopStatus, timeout_s: float) -> bool:
+        """Wait for ``level``, at most so long; whether it came."""
+        return await self._wait(lambda: self.reached(level), timeout_s)
+
+    async def wait_known(self, timeout_s: float) -> bool:
+        """Wait until somebody knows what it is aimed at."""
+        return await self._wait(lambda: self.known, timeout_s)
+
+    async def _wait(self, done: Any, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    await self._changed.wait()
+            except TimeoutError:
+                return bool(done())
+        return True
+
+    def _request_ids(self) -> list[str]:
+        ids = dict.fromkeys(request.uid for request in self.matched)
+        for part in self.parts.values():
+            if not part.unknown:
+                # A child of n > 1 has its parent's id in front of the dot.
+                ids.update(
+                    dict.fromkeys(str(i).split(".")[0] for i in part.receipt.get("request_ids", ()))
+                )
+        if self.stop.target.uids:
+            ids.update(dict.fromkeys(self.stop.target.uids))
+        return list(ids)[:REQUEST_IDS_MAX]
+
+    def _count(self, ids: list[str]) -> int:
+        if self.stop.target.uids:
+            return len(self.stop.target.uids)
+        told = sum(int(part.receipt.get("count") or 0) for part in self.parts.values())
+        if len(ids) < REQUEST_IDS_MAX:
+            return len(ids)
+        return max(self.matched_count, told + sum(self.here.values()))
+
+    def _outcome(self, count: int) -> str | dict[str, int] | None:
+        totals = dict(self.here)
+        if count == 1 and self.matched and self.matched[0].outcome is not None:
+            return str(self.matched[0].outcome)
+        for part in self.parts.values():
+            for key, value in part.outcome.items():
+                if key in totals:
+                    totals[key] += value
+        if count == 1:
+            # Of several choices the worst, as for the request itself.
+            return next((o for o in ("failed", "stopped", "finished") if totals[o]), None)
+        return totals
+
+    def to_json(self) -> dict[str, Any]:
+        """The answer: the sum, then each group's part."""
+        ids = self._request_ids()
+        count = self._count(ids)
+        return {
+            "stop_id": self.stop.stop_id,
+            "request_ids": ids,
+            "count": count,
+            "reason": str(self.stop.reason),
+            "status": str(self.status),
+            "outcome": self._outcome(count),
+            "trace_id": self.span.trace_id,
+            "pending_on": [hold for part in self.parts.values() for hold in part.pending_on()],
+            "groups": [part.to_json() for part in self.parts.values() if not part.unknown],
+        }

@@ -1,0 +1,78 @@
+"""Requests that run to their end, streaming and not."""
+
+from __future__ import annotations
+
+from .conftest import BODIES, Stack, chat, completion, events_of
+from .leader import Leader, Plan
+
+
+async def test_chat_whole(stack: Stack, leader: Leader) -> None:
+    reply = await stack.client.post("/v1/chat/completions", json=chat(temperature=0))
+    assert reply.status_code == 200, reply.text
+    body = reply.json()
+    assert body["object"] == "chat.completion"
+    assert body["id"] == reply.headers["x-request-id"]
+    (choice,) = body["choices"]
+    assert choice["message"]["content"] == "Hello world"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+    assert body["usage"]["completion_tokens"] == 2
+    assert body["usage"]["prompt_tokens"] == 5
+    assert body["usage"]["stopway"] == {"discarded_tokens": 0}
+    job = leader.jobs[body["id"]]
+    assert job.message["params"]["temperature"] == 0.0
+    assert job.message["prompt"] == {"messages": [{"role": "user", "content": "hi"}]}
+    await stack.quiet()
+
+
+async def test_stream_of_two_choices_with_usage(stack: Stack) -> None:
+    body = chat(n=2, stream=True, stream_options={"include_usage": True})
+    reply = await stack.client.post("/v1/chat/completions", json=body)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    *chunks, usage, done = events_of(reply.text)
+    assert done == "[DONE]"
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 4
+    assert {chunk["id"] for chunk in chunks} == {reply.headers["x-request-id"]}
+    for index in (0, 1):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert mine[0]["delta"]["role"] == "assistant"
+        assert "".join(c["delta"].get("content") or "" for c in mine) == "Hello world"
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == ["stop"]
+
+
+async def test_completion_with_logprobs(stack: Stack, leader: Leader) -> None:
+    leader.plan = Plan(logprobs=True)
+    for stream in (False, True):
+        reply = await stack.client.post(
+            "/v1/completions", json=completion(prompt=[1, 2], logprobs=2, stream=stream)
+        )
+        assert reply.status_code == 200, reply.text
+        if stream:
+            found = [e["choices"][0]["logprobs"] for e in events_of(reply.text)[:-1]]
+            assert [f["text_offset"] for f in found if f] == [[0], [5]]
+        else:
+            found = reply.json()["choices"][0]["logprobs"]
+            assert found["tokens"] == ["Hello", " world"]
+            assert found["text_offset"] == [0, 5]
+            assert found["top_logprobs"][0] == {"Hello": -0.5, "other": -1.5}
+
+
+async def test_models_and_unknown_model(stack: Stack) -> None:
+    listed = (await stack.client.get("/v1/models")).json()
+    (model,) = listed["data"]
+    assert (await stack.client.get(f"/v1/models/{model['id']}")).json() == model
+    for reply in (
+        await stack.client.get("/v1/models/other"),
+        await stack.client.post("/v1/completions", json=completion(model="other")),
+    ):
+        assert reply.status_code == 404
+        assert reply.json()["error"]["code"] == "model_not_found"
+
+
+async def test_refusal_keeps_its_status(stack: Stack, leader: Leader) -> None:
+    leader.plan = Plan(refuse={"status": 400, "message": "too long", "code": "x", "param": "p"})
+    for route, make_body in BODIES.items():
+        for stream in (False, True):
+            reply = await stack.client.post(route, json=make_body(stream=stream))
+            assert reply.status_code == 400
+            assert reply.json()["error"]["message"] == "too long"
+    await stack.quiet()

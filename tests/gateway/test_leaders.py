@@ -1,0 +1,209 @@
+"""Leaders that are not there, that go, and that come back; drain; metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from .conftest import ADMIN, Make, Stack, chat, completion, events_of, free_port, write_groups
+from .leader import SECRET, Leader, Plan
+
+
+async def test_no_group_is_a_503_after_a_bound(make: Make) -> None:
+    stack = await make([], dispatch_wait_s=0.1)
+    for stream in (False, True):
+        reply = await stack.client.post("/v1/completions", json=completion(stream=stream))
+        assert reply.status_code == 503 and reply.headers["retry-after"] == "1"
+    queue = {"queue": 0.05}
+    reply = await stack.client.post("/v1/completions", json=completion(deadlines=queue))
+    assert reply.status_code == 429
+    ready = await stack.client.get("/readyz")
+    assert ready.status_code == 503
+
+
+async def test_a_request_waits_for_its_leader(make: Make, tmp_path: Path) -> None:
+    leader = Leader()
+    groups = tmp_path / "groups.json"
+    write_groups(groups, [])
+    stack = await make([], groups_file=str(groups))
+    task = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))
+    await stack.until(lambda: len(stack.gateway.table) == 1)
+    await leader.start()
+    write_groups(groups, [leader])
+    assert (await task).status_code == 200
+    assert (await stack.client.get("/readyz")).status_code == 200
+    write_groups(groups, [])
+    await stack.until(lambda: not stack.gateway.registry.sessions())
+    await leader.stop()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_lost_session_ends_its_requests(stack: Stack, leader: Leader, stream: bool) -> None:
+    leader.plan = Plan(chunks=None, pace_s=0.005)
+    body = completion(stream=stream)
+    task = asyncio.create_task(stack.client.post("/v1/completions", json=body))
+    await stack.until(lambda: any(r.first_text_at for r in stack.gateway.table.live()))
+    await leader.break_sessions()
+    reply = await task
+    if stream:
+        *_, error, done = events_of(reply.text)
+        assert error["error"]["code"] == "rank_lost" and done == "[DONE]"
+    else:
+        assert reply.status_code == 503 and reply.json()["error"]["code"] == "rank_lost"
+    assert len(leader.seen) == 1  # nothing was tried again
+    await stack.until(stack.gateway.registry.ready)
+    leader.plan = Plan()
+    assert (await stack.client.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_unresolved_stop_is_asked_for_again_after_a_reconnect(
+    stack: Stack, leader: Leader
+) -> None:
+    leader.plan = Plan(chunks=None, pace_s=0.005)
+    leader.answer_stops = False
+    task = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))
+    await leader.wait_for(lambda: len(leader.running) == 1)
+    (uid,) = leader.running
+    stop = (await stack.client.post(f"/v1/requests/{uid}/cancel")).json()
+    await leader.wait_for(lambda: stop["stop_id"] in leader.stops)
+    leader.stops.clear()
+    leader.answer_stops = True
+    await leader.break_sessions()
+    await leader.wait_for(lambda: stop["stop_id"] in leader.stops)
+    record = stack.gateway.stops._records[stop["stop_id"]]
+    await stack.until(lambda: record.resolved)
+    await task
+
+
+async def test_old_epoch_is_ended_by_the_gateway_if_not_by_the_leader(
+    make: Make, leader: Leader
+) -> None:
+    stack = await make([leader], epoch_grace_s=0.05)
+    leader.plan = Plan(tokens=False)
+    task = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))
+    await leader.wait_for(lambda: len(leader.running) == 1)
+    await leader.send({"type": "epoch", "epoch": None})
+    await leader.send({"type": "epoch", "epoch": 8})
+    assert (await task).status_code == 503
+
+
+async def test_draining_leader_takes_nothing_new(make: Make, leader: Leader) -> None:
+    stack = await make([leader], dispatch_wait_s=0.1)
+    await leader.send({"type": "draining"})
+    await stack.until(lambda: not stack.gateway.registry.ready())
+    assert (await stack.client.post("/v1/completions", json=completion())).status_code == 503
+    assert stack.gateway.registry.sessions()[0].connected
+
+
+async def test_load_is_one_series_per_group(stack: Stack, leader: Leader) -> None:
+    await leader.send(
+        {"type": "load", "running": 3, "waiting": 2, "free": 90, "held": 8, "cached": 2}
+    )
+    name, group = "stopway_requests_running", {"group": "g0"}
+    await stack.until(lambda: stack.metric(name, **group) == 3)
+    text = (await stack.client.get("/metrics")).text
+    found = re.findall(r"^stopway_requests_running(\{...*\})? (\S+)", text, re.MULTILINE)
+    assert found == [('{group="g0"}', "3.0")]
+    assert 'stopway_kv_blocks{group="g0",state="held"} 8.0' in text
+
+
+async def test_least_busy_group_takes_the_next(make: Make, leader: Leader) -> None:
+    second = Leader("g1")
+    await second.start()
+    stack = await make([leader, second])
+    for each in (leader, second):
+        each.plan = Plan(tokens=False)
+    sizes = (1000, 10, 10, 10)
+    tasks = []
+    for number, size in enumerate(sizes):
+        body = completion(max_tokens=size)
+        tasks.append(asyncio.create_task(stack.client.post("/v1/completions", json=body)))
+        await stack.until(lambda n=number: len(leader.running + second.running) == n + 1)
+    assert sorted((len(leader.running), len(second.running))) == [1, 3]
+    await stack.client.post("/v1/stops", json={"all": True})
+    await asyncio.gather(*tasks)
+    await second.stop()
+
+
+async def test_keepalive_comments(make: Make, leader: Leader) -> None:
+    stack = await make([leader], keepalive_s=0.05, stream_open_s=0.05)
+    leader.plan = Plan(accept=False)
+    request = stack.client.build_request("POST", "/v1/completions", json=completion(stream=True))
+    reply = await stack.client.send(request, stream=True)
+    lines = reply.aiter_lines()
+    assert await anext(lines) == ": keepalive"
+    await reply.aclose()
+    await stack.quiet()
+
+
+async def test_drain_refuses_lets_finish_then_stops(make: Make, leader: Leader) -> None:
+    stack = await make([leader], drain_s=0.5)
+    leader.plan = Plan(chunks=None, pace_s=0.005)
+    streamed = asyncio.create_task(
+        stack.client.post("/v1/chat/completions", json=chat(stream=True))
+    )
+    whole = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))
+    await leader.wait_for(lambda: len(leader.running) == 2)
+    leader.plan = Plan(chunks=["a", "b", "c"], pace_s=0.05)
+    short = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))
+    await leader.wait_for(lambda: len(leader.running) == 3)
+    stack.server.begin_drain()
+    await stack.until(lambda: stack.gateway.draining)
+    assert (await stack.client.get("/readyz")).status_code == 503
+    refused = await stack.client.post("/v1/completions", json=completion())
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "drain"
+    assert (await short).json()["choices"][0]["finish_reason"] == "stop"
+    assert events_of((await streamed).text)[-2]["choices"][0]["stop_reason"] == "drain"
+    assert (await whole).status_code == 503
+    await stack.until(lambda: stack.server.should_exit)
+
+
+async def test_process_starts_and_drains_on_sigterm(leader: Leader, tmp_path: Path) -> None:
+    groups = tmp_path / "groups.json"
+    write_groups(groups, [leader])
+    port = free_port()
+    env = {
+        **os.environ,
+        "STOPWAY_BIND_HOST": "127.0.0.1",
+        "STOPWAY_PORT": str(port),
+        "STOPWAY_API_KEYS": "acme:admin=admin-key",
+        "STOPWAY_SECRET": SECRET,
+        "STOPWAY_GROUPS_FILE": str(groups),
+        "STOPWAY_DRAIN_S": "0.3",
+        "STOPWAY_REDIS_URL": "",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "stopway_gateway", env=env, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stderr is not None
+    leader.plan = Plan(chunks=None, pace_s=0.005)
+    url = f"http://127.0.0.1:{port}"
+    async with httpx.AsyncClient(base_url=url, headers=ADMIN, trust_env=False) as client:
+        await leader.wait_for(lambda: leader._sockets, 15.0)
+        while True:
+            try:
+                if (await client.get("/readyz")).status_code == 200:
+                    break
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.05)
+        task = asyncio.create_task(client.post("/v1/completions", json=completion(stream=True)))
+        await leader.wait_for(lambda: len(leader.running) == 1)
+        process.send_signal(signal.SIGTERM)
+        assert events_of((await task).text)[-2]["choices"][0]["stop_reason"] == "drain"
+    async with asyncio.timeout(10):
+        _, errors = await process.communicate()
+    assert process.returncode == 0
+    assert b"Traceback" not in errors
+    (message,) = (leader.jobs[uid].message for uid in leader.seen)
+    assert message["tenant"] == "acme"
+    assert not json.dumps(errors.decode()).count("Exception")

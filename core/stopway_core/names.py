@@ -61,6 +61,12 @@ def parse_traceparent(text: str) -> tuple[str, str, bool] | None:
     return found[1], found[2], bool(int(found[3], 16) & 1)
 
 
+def trace_id_of(traceparent: str) -> str:
+    """The trace id in a ``traceparent``, or an empty string."""
+    context = parse_traceparent(traceparent)
+    return "" if context is None else context[0]
+
+
 # --- phases, spans -------------------------------------------------------------------------
 
 PHASES = ("notify", "in_flight", "reclaim", "handoff")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stopway_core.ledger import Dropped
+from stopway_core.names import trace_id_of
 from stopway_core.replica import StopApplied
 from stopway_core.types import Outcome, Reason, Stop, StopStatus
 
@@ -44,6 +45,8 @@ class Receipt:
 
     stop_id: str
     reason: Reason
+    tenant: str  # who asked
+    trace_id: str
     parts: list[RankPart]
     status: StopStatus = StopStatus.NOTICED
     uids: list[str] = field(default_factory=list)
@@ -106,7 +109,9 @@ class ReceiptBook:
         receipt = self._receipts.get(stop.stop_id)
         if receipt is None:
             parts = [RankPart() for _ in self.ranks]
-            receipt = self._receipts[stop.stop_id] = Receipt(stop.stop_id, stop.reason, parts)
+            receipt = self._receipts[stop.stop_id] = Receipt(
+                stop.stop_id, stop.reason, stop.tenant, trace_id_of(stop.traceparent), parts
+            )
             while len(self._receipts) > self._keep_max:
                 oldest, _ = self._receipts.popitem(last=False)
                 self._open.pop(oldest, None)
@@ -165,8 +170,8 @@ class ReceiptBook:
             return
         if part.stopped_at is None:
             part.stopped_at = applied_at
-            if part.noticed_at is None:
-                part.noticed_at, part.turn_noticed = applied_at, turn
+            if part.noticed_at is None or applied_at < part.noticed_at:
+                part.noticed_at, part.turn_noticed = applied_at, turn  # the turn was the notice
         if part.reclaimed_at is None and self._executed[rank] >= receipt.drain_step:
             late = receipt.drain_step and executed_at > part.stopped_at
             part.reclaimed_at = executed_at if late else part.stopped_at
@@ -214,6 +219,8 @@ class ReceiptBook:
             "epoch": self.epoch,
             "status": receipt.status.value,
             "reason": receipt.reason.value,
+            "tenant": receipt.tenant,
+            "trace_id": receipt.trace_id,
             "outcome": outcomes,
             "request_ids": receipt.uids,
             "count": receipt.count,

@@ -125,7 +125,7 @@ _DEFAULTS = asdict(SamplingParams())
 
 
 def _params_to_json(params: SamplingParams) -> dict[str, Any]:
-    return {k: v for k, v in asdict(params).items() if v != _DEFAULTS[k]}
+    return {k: v for k, default in _DEFAULTS.items() if (v := getattr(params, k)) != default}
 
 
 def _params_from_json(value: dict[str, Any]) -> SamplingParams:

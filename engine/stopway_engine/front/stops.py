@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from stopway_core.names import trace_id_of
+
 KEEP_MAX = 20_000
 TERMINAL = ("reclaimed", "already_finished")
 
@@ -61,7 +63,7 @@ class FrontStops:
         for stop_id, entry in self._sent.items():
             if entry in self._held:
                 continue
-            self._ended[stop_id] = _blank(stop_id, entry["reason"], self._group, epoch)
+            self._ended[stop_id] = _blank(entry, self._group, epoch)
         self._sent = {entry["stop_id"]: entry for entry in self._held}
         for stop_id, receipt in self._receipts.items():
             if receipt["status"] not in TERMINAL:
@@ -92,13 +94,15 @@ class FrontStops:
             self.receipt({**receipt, "status": "reclaimed", "pending_on": [], "ranks": ranks})
 
 
-def _blank(stop_id: str, reason: str, group: str, epoch: int) -> Receipt:
+def _blank(entry: dict[str, Any], group: str, epoch: int) -> Receipt:
     return {
-        "stop_id": stop_id,
+        "stop_id": entry["stop_id"],
         "group": group,
         "epoch": epoch,
         "status": "stopped",
-        "reason": reason,
+        "reason": entry["reason"],
+        "tenant": entry["tenant"],
+        "trace_id": trace_id_of(entry["traceparent"]),
         "outcome": {"finished": 0, "stopped": 0, "failed": 0, "unknown": 0},
         "request_ids": [],
         "count": 0,

@@ -1,0 +1,72 @@
+"""One rank's part of a Llama model: embedding, layers, head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stopway_engine.batch import Batch
+from stopway_engine.collective import Collective
+from stopway_engine.kernels import RmsNorm, compute_dtype, make_linear
+from stopway_engine.kv import KvCache
+from stopway_engine.layers import DecoderLayer, Rope, StepContext
+from stopway_engine.modelspec import ModelSpec
+from stopway_engine.numerics import ROW_TILE, Numerics
+from stopway_engine.parallel import ShardSpec
+from stopway_engine.weights import Matrix, load_shard
+
+
+class Model:
+    """The layers of one stage, this rank's slice of each, on one device.
+
+    ``dtype`` is what linear layers and the KV cache use; the residual is f32 throughout.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        spec: ModelSpec,
+        shard: ShardSpec,
+        numerics: Numerics,
+        device: torch.device,
+    ) -> None:
+        self.spec, self.shard, self.device = spec, shard, device
+        self.invariant = numerics is Numerics.INVARIANT
+        self.dtype = compute_dtype(device, invariant=self.invariant)
+        weights = load_shard(path, spec, shard)
+        self._embedding = None
+        if weights.embedding is not None:
+            self._embedding = weights.embedding.to(device=device, dtype=self.dtype)
+        self._layers = [
+            DecoderLayer(spec, shard, layer, self.dtype, device, invariant=self.invariant)
+            for layer in weights.layers
+        ]
+        self._norm, self._head = None, None
+        if weights.head is not None and weights.norm is not None:
+            self._norm = RmsNorm(weights.norm, spec.rms_eps, self.dtype, device)
+            self._head = make_linear(Matrix(weights.head), device, invariant=self.invariant)
+        self._rope = Rope(spec, self.dtype, device)
+
+    def embed(self, batch: Batch) -> Tensor:
+        """The residual at the first stage, f32 [padded, hidden]."""
+        assert self._embedding is not None, "only the first stage embeds"
+        return self._embedding[batch.tokens].float()
+
+    def forward(self, batch: Batch, hidden: Tensor, kv: KvCache, collective: Collective) -> Tensor:
+        """Run this stage's layers over the residual ``hidden``, f32 [padded, hidden], in place."""
+        cos, sin = self._rope.at(batch.positions)
+        step = StepContext(batch, cos, sin, kv, collective)
+        for i, layer in enumerate(self._layers):
+            layer(step, i, hidden)
+        return hidden
+
+    def logits(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """This rank's slice of the sampled rows' logits, f32 [sampled, vocab slice]."""
+        assert self._norm is not None and self._head is not None, "only the last stage has a head"
+        rows = hidden[batch.sampled]
+        n = rows.shape[0]
+        if self.invariant and n % ROW_TILE:
+            rows = torch.cat([rows, rows.new_zeros((ROW_TILE - n % ROW_TILE, rows.shape[1]))])
+        return self._head(self._norm(rows))[:n].float()

@@ -156,7 +156,7 @@ def connect(
     if shard.world == 1:
         return LocalCollective()
     timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         store_host, store_port, shard.world, is_master=shard.rank == 0, timeout=timeout
     )
     dist.init_process_group(
@@ -164,11 +164,11 @@ def connect(
     )
     tp, pp = shard.tp, shard.pp
     tp_groups = [
-        dist.new_group(list(range(stage * tp, (stage + 1) * tp)), timeout=timeout)
+        _new_group(list(range(stage * tp, (stage + 1) * tp)), timeout)
         for stage in range(pp if tp > 1 else 0)
     ]
     pairs = {
-        (stage, t): dist.new_group([stage * tp + t, (stage + 1) * tp + t], timeout=timeout)
+        (stage, t): _new_group([stage * tp + t, (stage + 1) * tp + t], timeout)
         for stage in range(pp - 1)
         for t in range(tp)
     }
@@ -179,3 +179,9 @@ def connect(
         pairs.get((shard.stage, shard.tp_index)),
         ordered=ordered,
     )
+
+
+def _new_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup | None:
+    """A group of ``ranks``; ``None`` where this rank is not one of them."""
+    group = dist.new_group(ranks, timeout=timeout)
+    return group if isinstance(group, dist.ProcessGroup) else None

@@ -17,6 +17,9 @@ from stopway_engine.numerics import ROW_TILE, Numerics
 from stopway_engine.parallel import ShardSpec
 from stopway_engine.weights import Matrix, load_shard
 
+REFINED = 8
+"""How many of a row's largest logits are computed again in f32."""
+
 
 class Model:
     """The layers of one stage, this rank's slice of each, on one device.
@@ -43,10 +46,13 @@ class Model:
             DecoderLayer(spec, shard, layer, self.dtype, device, invariant=self.invariant)
             for layer in weights.layers
         ]
-        self._norm, self._head = None, None
+        self._norm, self._head, self._exact_head = None, None, None
         if weights.head is not None and weights.norm is not None:
             self._norm = RmsNorm(weights.norm, spec.rms_eps, self.dtype, device)
             self._head = make_linear(Matrix(weights.head), device, invariant=self.invariant)
+            if self.dtype is torch.bfloat16:
+                self._exact_head = weights.head.to(device=device, dtype=self.dtype)
+                self._exact_norm = RmsNorm(weights.norm, spec.rms_eps, torch.float32, device)
         self._rope = Rope(spec, self.dtype, device)
 
     def embed(self, batch: Batch) -> Tensor:
@@ -69,4 +75,19 @@ class Model:
         n = rows.shape[0]
         if self.invariant and n % ROW_TILE:
             rows = torch.cat([rows, rows.new_zeros((ROW_TILE - n % ROW_TILE, rows.shape[1]))])
-        return self._head(self._norm(rows))[:n].float()
+        logits = self._head(self._norm(rows))[:n].float()
+        if self._exact_head is not None:
+            self._refine(logits, rows)
+        return logits
+
+    def _refine(self, logits: Tensor, rows: Tensor) -> None:
+        """Compute the largest ``logits`` f32 [n, vocab] again in f32, in place.
+
+        A bf16 logit near 16 has steps of 0.125: rounding makes ties out of tokens of which one is
+        a tenth more likely, and a tie goes to the smaller id.
+        """
+        assert self._exact_head is not None
+        best = logits.topk(min(REFINED, logits.shape[1]), sorted=False).indices
+        weights = self._exact_head[best].float()  # [n, REFINED, hidden]
+        exact = torch.bmm(weights, self._exact_norm(rows)[:, :, None])
+        logits.scatter_(1, best, exact[:, :, 0])

@@ -119,7 +119,7 @@ def gguf_value(reader: gguf.GGUFReader, key: str, default: Any = None) -> Any:
 class _GgufReader(gguf.GGUFReader):
     """The library's reader over a plain array: slicing a memmap costs it half a second a model."""
 
-    @property
+    @property  # type: ignore[override]  # narrower on purpose
     def data(self) -> np.ndarray:
         """The file's bytes, still mapped."""
         return self._data

@@ -43,7 +43,9 @@ def request_spans(ended: Ended, attributes: dict[str, Any]) -> list[Span]:
         "stopway.reason": ended.reason.value,
     }
     queue_end = ended.admitted_at or ended.ended_at
-    phases: list[tuple[str, float, float, dict[str, Any]]] = [("request.queue", ended.queued_at, queue_end, {})]
+    phases: list[tuple[str, float, float, dict[str, Any]]] = [
+        ("request.queue", ended.queued_at, queue_end, {})
+    ]
     if ended.admitted_at:
         prefill_end = ended.first_token_at or ended.ended_at
         tokens = {

@@ -55,7 +55,7 @@ class GgufFile:
         raw = data[order]
         q4 = _q4(raw, tensor.tensor_type)
         if q4 is not None and cols is not None and (cols[0] % GROUP or cols[1] % GROUP):
-            q4, dense = None, q4.dense()  # the slice cuts a group: keep the values only
+            dense, q4 = q4.dense(), None  # the slice cuts a group: keep the values only
         else:
             q4 = q4 if cols is None or q4 is None else _q4_columns(q4, cols)
             dense = _dense(raw, tensor.tensor_type) if q4 is None else q4.dense()

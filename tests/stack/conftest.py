@@ -34,6 +34,7 @@ class Stream:
     error: dict[str, Any] | None = None
     usage: dict[str, Any] | None = None
     done: bool = False
+    ended: set[int] = field(default_factory=set)
 
     async def read(self, chunks: int | None = None) -> "Stream":
         """Read ``chunks`` more chunks of text, or to the end."""
@@ -53,7 +54,8 @@ class Stream:
                     self.text += delta["content"]
                     self.chunks += 1
                 if choice.get("finish_reason"):
-                    assert self.finish_reason is None, "two terminal events"
+                    assert choice["index"] not in self.ended, "two terminal events of one choice"
+                    self.ended.add(choice["index"])
                     self.finish_reason = choice["finish_reason"]
                     self.stop_reason = choice.get("stop_reason")
             if wanted is not None and self.chunks >= wanted:

@@ -263,3 +263,81 @@ async def test_conversation_and_tenant_selectors_reach_their_own(api: Any) -> No
         await two.read()
     assert two.stop_reason == "admin"
     await api.assert_idle()
+
+
+async def test_case_t01_a_stop_in_every_phase_is_in_its_trace_once(api: Any) -> None:
+    """Queued behind a full group, in its prefill, and while it decodes."""
+    long = words(random.Random(1), 1500)
+    async with asyncio.TaskGroup() as group:
+        fillers = [group.create_task(fill(api)) for _ in range(16)]
+        while (await api.blocks())["running"] < 16:
+            await asyncio.sleep(0.02)
+        async with api.stream(max_tokens=50) as queued:
+            while (await api.blocks())["waiting"] != 1:
+                await asyncio.sleep(0.02)
+            receipts = {"queued": await api.cancel(queued.uid)}
+            await queued.read()
+        response = await api.http.post("/v1/stops", json={"all": True, "wait": "reclaimed"})
+        assert response.status_code == 200, response.text
+    assert all(filler.result() == "admin" for filler in fillers)
+    async with api.stream(long, max_tokens=50) as prefilling:
+        while (await api.blocks())["running"] < 1:
+            await asyncio.sleep(0.005)
+        receipts["prefilling"] = await api.cancel(prefilling.uid)
+        await prefilling.read()
+    assert prefilling.chunks == 0
+    async with api.stream(max_tokens=2000, ignore_eos=True) as decoding:
+        await decoding.read(3)
+        receipts["decoding"] = await api.cancel(decoding.uid)
+        await decoding.read()
+    phases = {f"stop.{phase}" for phase in ("notice", "in_flight", "reclaim", "handoff")}
+    reached = {"queued": set(), "prefilling": {"request.prefill"}, "decoding": {"request.decode"}}
+    for where, receipt in receipts.items():
+        assert receipt["status"] == "reclaimed" and receipt["outcome"] == "stopped", receipt
+        spans = await api.spans(receipt["trace_id"], phases, 8)
+        counts = Counter((s.name, s.attributes.get("stopway.rank")) for s in spans)
+        for phase in phases:
+            assert [counts[phase, rank] for rank in (0, 1)] == [1, 1], (where, counts)
+        seen = {s.name for s in spans if s.name.startswith("request.")}
+        assert seen >= {"request.queue"} | reached[where], (where, seen)
+        if where == "queued":
+            assert seen == {"request.queue"}
+            assert receipt["groups"][0]["blocks_reclaimed"] == 0
+    await api.assert_idle()
+
+
+async def fill(api: Any) -> str:
+    async with api.stream(max_tokens=4000, ignore_eos=True) as stream:
+        await stream.read()
+    return stream.stop_reason
+
+
+async def test_deadlines_have_their_statuses(api: Any) -> None:
+    body = {**api.body, "messages": words(random.Random(2), 1500), "ignore_eos": True}
+    response = await api.http.post(
+        "/v1/chat/completions", json={**body, "deadlines": {"first_token": 0.05}}
+    )
+    assert response.status_code == 504, response.text
+    assert response.json()["error"]["code"] == "deadline_ttft"
+    async with asyncio.TaskGroup() as group:
+        fillers = [group.create_task(fill(api)) for _ in range(16)]
+        while (await api.blocks())["running"] < 16:
+            await asyncio.sleep(0.02)
+        response = await api.http.post(
+            "/v1/chat/completions", json={**body, "deadlines": {"queue": 0.1}}
+        )
+        assert response.status_code == 429, response.text
+        assert int(response.headers["retry-after"]) > 0
+        await api.http.post("/v1/stops", json={"all": True, "wait": "reclaimed"})
+    assert all(filler.result() == "admin" for filler in fillers)
+    await api.assert_idle()
+
+
+async def test_a_prompt_that_can_never_fit_is_refused_with_both_numbers(api: Any) -> None:
+    body = {**api.body, "messages": words(random.Random(3), 9000)}
+    response = await api.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "8192" in error["message"] and "tokens" in error["message"]
+    await api.assert_idle()

@@ -10,7 +10,7 @@ SOURCES := core engine gateway operator cli
 ORDER := $(wildcard $(addprefix tests/,core telemetry operator cli gateway sim engine stack))
 TESTS := $(ORDER) $(filter-out $(ORDER),$(patsubst %/,%,$(filter-out %/__pycache__/,$(wildcard tests/*/))))
 
-.PHONY: help setup demo run test check format sim bench clean distclean
+.PHONY: help setup demo run test check format manifests sim bench e2e clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,8 @@ help:
 	@echo "make check           ruff, mypy, import-linter"
 	@echo "make sim             the simulated world (SEED=n replays one; SEEDS=n tries n from SEED on)"
 	@echo "make bench           the core's turn cost, then a local stack (ARGS='URL...')"
+	@echo "make e2e             the tests on a real Kubernetes (root, Go and Debian: e2e/README.md)"
+	@echo "make manifests       the CRD, RBAC and their reference anew, from the operator's models"
 	@echo "make format          ruff's formatting and safe fixes"
 	@echo "make clean           caches; make distclean: $(VENV) as well"
 
@@ -62,6 +64,13 @@ sim: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/stopway bench --turns --local $(ARGS)
+	@$(BIN)/python -m stopway_operator.bench
+
+e2e: $(STAMP)
+	$(BIN)/pytest e2e $(ARGS)
+
+manifests: $(STAMP)
+	$(BIN)/python -m stopway_operator.manifests
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -1,5 +1,6 @@
 """Ranks meet only when both know the secret and are of one group."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -42,15 +43,33 @@ def port() -> int:
         return int(sock.getsockname()[1])
 
 
+class Abandoned(Exception):
+    pass
+
+
 class Result:
-    def __init__(self, call: Callable[[], Formed]) -> None:
+    """A side of a handshake in a thread of its own; ``call`` gets what it must call as it waits."""
+
+    def __init__(self, call: Callable[[Callable[[], None]], Formed]) -> None:
         self.formed: Formed | None = None
         self._call = call
+        self._abandoned = False
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
-        self.formed = self._call()
+        with contextlib.suppress(Abandoned):
+            self.formed = self._call(self._beat)
+
+    def _beat(self) -> None:
+        if self._abandoned:
+            raise Abandoned
+
+    def abandon(self) -> None:
+        """Give up, unless it has come to its end."""
+        self._abandoned = True
+        self.thread.join(10)
+        assert not self.thread.is_alive()
 
     def wait(self, seconds: float = 10.0) -> Formed:
         self.thread.join(seconds)
@@ -60,7 +79,7 @@ class Result:
 
 @pytest.fixture
 def leader(port: int) -> Iterator[Result]:
-    result = Result(lambda: LeaderForming(config(port), hello(0), lambda: 1234, lambda: None).run())
+    result = Result(lambda beat: LeaderForming(config(port), hello(0), lambda: 1234, beat).run())
     yield result
     if result.formed is not None:
         for link in result.formed.links:
@@ -68,7 +87,7 @@ def leader(port: int) -> Iterator[Result]:
 
 
 def follow(port: int, rank: int = 1, secret: str = SECRET, **changes: Any) -> Result:
-    return Result(lambda: join(config(port, secret), hello(rank, **changes), lambda: None))
+    return Result(lambda beat: join(config(port, secret), hello(rank, **changes), beat))
 
 
 def test_a_group_forms_with_one_epoch_and_the_fewest_blocks(port: int, leader: Result) -> None:
@@ -92,7 +111,7 @@ def test_an_epoch_is_later_than_any_that_a_member_has_seen(port: int, leader: Re
 def test_case_o10_a_follower_that_is_first_tries_again(port: int) -> None:
     follower = follow(port)
     assert not follower.thread.join(0.3)
-    leading = Result(lambda: LeaderForming(config(port), hello(0), lambda: 1, lambda: None).run())
+    leading = Result(lambda beat: LeaderForming(config(port), hello(0), lambda: 1, beat).run())
     assert follower.wait().epoch == leading.wait().epoch
     for formed in (follower.formed, leading.formed):
         assert formed is not None
@@ -126,16 +145,17 @@ def test_another_secret_is_refused_by_both_sides(port: int, leader: Result) -> N
 def test_a_newer_process_of_a_rank_replaces_the_older(port: int) -> None:
     """Its predecessor died while the group was still forming."""
     three = config(port, tensor=3)
-    leading = Result(lambda: LeaderForming(three, hello(0), lambda: 1, lambda: None).run())
+    leading = Result(lambda beat: LeaderForming(three, hello(0), lambda: 1, beat).run())
     until_listening(port)
-    old = Result(lambda: join(three, hello(1, pod_uid="old"), lambda: None))
-    new = Result(lambda: join(three, hello(1, node="new"), lambda: None))
-    other = Result(lambda: join(three, hello(2), lambda: None))
+    old = Result(lambda beat: join(three, hello(1, pod_uid="old"), beat))
+    new = Result(lambda beat: join(three, hello(1, node="new"), beat))
+    other = Result(lambda beat: join(three, hello(2), beat))
     formed = leading.wait()
     assert other.wait().epoch == formed.epoch
     # The two of rank 1 replace one another until one is in when rank 2 comes; exactly one is.
     assert formed.nodes[1] in ("new", "n1")
     for result in (old, new, other):
+        result.abandon()
         if result.formed is not None:
             for link in result.formed.links:
                 link.close()

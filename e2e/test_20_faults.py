@@ -1,0 +1,167 @@
+"""Pods, ranks, nodes, links and Redis fail while requests run.
+
+Every request ends with a reason, the group comes back as one under a new epoch, nothing is held.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from support.faults import Faults
+from support.kubectl import name_of
+from support.progress import wait_for
+from support.stack import Cluster, Namespace, new_namespace
+from support.stopway import Operator, Service, apply_service, installed_operator
+
+BACK_S = 150
+
+
+@pytest.fixture(scope="module")
+def operator(cluster: Cluster) -> Iterator[Operator]:
+    with installed_operator(cluster) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def space(cluster: Cluster, operator: Operator) -> Iterator[Namespace]:
+    with new_namespace(cluster, "faults") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def service(space: Namespace) -> Service:
+    """Gateway and Redis are kept off the nodes of the engine's pods, which are to fail."""
+    found = apply_service(space, "chat")
+    found.wait_ready()
+    return found
+
+
+def lose(service: Service, fault: Callable[[], object], *, reasons: tuple[str, ...]) -> None:
+    """Break something under a stream; see it end, the group come back and the books balance."""
+    (before,) = service.epochs().values()
+    stream = service.stream().running()
+    fault()
+    seen = stream.ended(60)
+    assert seen.reason in reasons, seen
+    assert service.request(seen.uid)["outcome"] in ("failed", "stopped")
+    come_back(service, before)
+
+
+def come_back(service: Service, before: int) -> None:
+    wait_for(
+        "the group is in a new epoch, all ranks of it",
+        lambda: all(e > before for e in service.epochs().values()) and len(service.epochs()) == 1,
+        BACK_S,
+        every=1.0,
+    )
+    wait_for("it answers", service.answers, 60, every=1.0)
+    service.assert_idle()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank(service: Service, rank: int) -> None:
+    pod = list(service.nodes())[rank]
+    lose(service, lambda: service.kill_rank(pod), reasons=("rank_lost",))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_case_o01_a_pod_deleted_at_once_comes_back_under_its_name(
+    service: Service, rank: int
+) -> None:
+    pod = list(service.nodes())[rank]
+    uid = service.engine_pods()[rank]["metadata"]["uid"]
+    gone = ("--force", "--grace-period=0", "--wait=false")
+    lose(
+        service,
+        lambda: service.kubectl.delete("pod", pod, *gone),
+        reasons=("rank_lost", "drain"),
+    )
+    assert service.engine_pods()[rank]["metadata"]["uid"] != uid
+
+
+def test_case_o06_a_pod_deleted_gently_drains(service: Service) -> None:
+    """SIGTERM on a follower's pod: the whole group drains, and the client is told why."""
+    (before,) = service.epochs().values()
+    stream = service.stream().running()
+    pod = list(service.nodes())[1]
+    service.kubectl.delete("pod", pod, "--wait=false")
+    seen = stream.ended(60)
+    assert seen.reason == "drain", seen
+    come_back(service, before)
+
+
+def away_from(service: Service, index: int) -> str:
+    """The node of an engine pod, which must not be the gateway's or Redis's too."""
+    return list(service.nodes().values())[index]
+
+
+def test_a_frozen_node(service: Service, faults: Faults) -> None:
+    node = away_from(service, 1)
+
+    def fault() -> None:
+        faults.freeze(node)
+
+    (before,) = service.epochs().values()
+    stream = service.stream().running()
+    fault()
+    assert stream.ended(60).reason == "rank_lost"
+    faults.thaw(node)
+    faults.wait_ready(node)
+    come_back(service, before)
+
+
+def test_a_node_that_is_powered_off(service: Service, faults: Faults) -> None:
+    """Its pod is lost with it, and is made again elsewhere (or there, when it is back)."""
+    node = away_from(service, 1)
+    (before,) = service.epochs().values()
+    stream = service.stream().running()
+    faults.power_off(node)
+    assert stream.ended(60).reason == "rank_lost"
+    come_back(service, before)
+    assert node not in service.nodes().values(), "it is not waited for"
+    faults.power_on(node)
+    faults.wait_ready(node)
+
+
+def test_a_partition_between_the_ranks(service: Service, faults: Faults) -> None:
+    one, other = (away_from(service, index) for index in (0, 1))
+    (before,) = service.epochs().values()
+    stream = service.stream().running()
+    faults.cut_between(one, other)
+    assert stream.ended(60).reason == "rank_lost"
+    faults.mend(one)
+    faults.mend(other)
+    come_back(service, before)
+
+
+def redis_pod(service: Service) -> str:
+    (pod,) = service.kubectl.pods(
+        f"app.kubernetes.io/instance={service.name},app.kubernetes.io/component=redis"
+    )
+    return name_of(pod)
+
+
+def test_redis_restarted_loses_no_stop(service: Service) -> None:
+    stream = service.stream().running()
+    gone = ("--force", "--grace-period=0", "--wait=false")
+    service.kubectl.delete("pod", redis_pod(service), *gone)
+    receipt = service.cancel(stream.seen.uid)
+    assert receipt["status"] == "reclaimed"
+    assert stream.ended().stop_reason == "client_cancel"
+    wait_for("Redis is back", lambda: redis_pod(service), 60)
+    stream = service.stream().running()
+    assert service.cancel(stream.seen.uid)["status"] == "reclaimed"
+    stream.ended()
+    service.assert_idle()
+
+
+def test_redis_partitioned_from_a_node_loses_no_stop(service: Service, faults: Faults) -> None:
+    selector = f"app.kubernetes.io/instance={service.name},app.kubernetes.io/component=redis"
+    for node in set(service.nodes().values()):
+        stream = service.stream().running()
+        faults.cut_from_pods(node, service.kubectl, selector)
+        receipt = service.cancel(stream.seen.uid)
+        assert receipt["status"] == "reclaimed", receipt
+        assert [part["rank"] for part in receipt["groups"][0]["ranks"]] == [0, 1]
+        assert stream.ended().stop_reason == "client_cancel"
+        faults.mend(node)
+    service.assert_idle()

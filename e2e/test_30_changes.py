@@ -1,0 +1,103 @@
+"""Scaling, rollouts and drained nodes under load: no request ends without a reason."""
+
+from collections.abc import Iterator
+
+import pytest
+from support.progress import wait_for
+from support.stack import Cluster, Namespace, new_namespace
+from support.stopway import REPO, Load, Operator, Service, apply_service, installed_operator
+
+SMALL = {"tensor": 1, "pipeline": 1, "ranksPerPod": 1}
+
+
+@pytest.fixture(scope="module")
+def operator(cluster: Cluster) -> Iterator[Operator]:
+    with installed_operator(cluster) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def space(cluster: Cluster, operator: Operator) -> Iterator[Namespace]:
+    with new_namespace(cluster, "changes") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def service(space: Namespace) -> Service:
+    found = apply_service(space, "chat", parallelism=SMALL)
+    found.wait_ready()
+    return found
+
+
+def test_scale_up_and_down_under_load(service: Service) -> None:
+    with Load(service) as load:
+        service.kubectl("scale", "sinf/chat", "--replicas=2")
+        wait_for("two groups are ready", lambda: len(service.epochs()) == 2, 150, every=1.0)
+        served = len(load.ends)
+        wait_for("the load goes on", lambda: len(load.ends) > served + 2, 60)
+        service.kubectl("scale", "sinf/chat", "--replicas=1")
+        wait_for("one group is left", lambda: len(service.engine_pods()) == 1, 90, every=1.0)
+        service.wait_ready()
+    load.assert_everybody_was_told()
+    service.assert_idle()
+
+
+def test_a_rollout_under_load(service: Service, cluster: Cluster) -> None:
+    before = service.status["revision"]
+    with Load(service) as load:
+        service.patch({"podTemplate": {"image": cluster.images.engine_next}})
+        wait_for(
+            "the new revision serves",
+            lambda: service.is_ready() and service.status["revision"] != before,
+            200,
+            every=1.0,
+        )
+        served = len(load.ends)
+        wait_for("the load goes on", lambda: len(load.ends) > served + 2, 60)
+    load.assert_everybody_was_told()
+    (pod,) = service.engine_pods()
+    assert pod["spec"]["containers"][0]["image"] == cluster.images.engine_next
+    service.assert_idle()
+
+
+def test_case_o08_a_rollout_to_a_bad_image_and_back(service: Service, cluster: Cluster) -> None:
+    service.patch({"podTemplate": {"image": "localhost/there-is-no-such:image"}})
+
+    def says_so() -> bool:
+        return any(
+            "image" in (c.get("message", "") + c.get("reason", "")).lower()
+            for c in service.status.get("conditions", ())
+            if c["type"] != "Ready" or c["status"] == "False"
+        )
+
+    wait_for("a condition says that the image is the matter", says_so, 90, every=1.0)
+    service.patch({"podTemplate": {"image": cluster.images.engine}})
+    service.wait_ready(200)
+    assert "Paris" in service.capital()
+
+
+def test_kubectl_drain_finishes_with_one_replica(service: Service) -> None:
+    (pod,) = service.engine_pods()
+    node = pod["spec"]["nodeName"]
+    stream = service.stream().running()
+    try:
+        service.kubectl(
+            "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=90s",
+            "--pod-selector=app.kubernetes.io/component=engine",
+        )  # fmt: skip
+        assert stream.ended().reason == "drain"
+    finally:
+        service.kubectl("uncordon", node)
+    service.wait_ready()
+    assert service.answers()
+
+
+def test_the_chart_installs_what_the_manifests_do(
+    cluster: Cluster, operator: Operator, namespace: Namespace
+) -> None:
+    """By real helm, beside the other: rendered, linted, and accepted by the API server."""
+    chart = str(REPO / "charts" / "stopway")
+    kubectl = namespace.kubectl
+    kubectl.helm("lint", "--strict", chart)
+    rendered = kubectl.helm("template", "stopway", chart, "--namespace", namespace.name)
+    kubectl("apply", "--dry-run=server", "-f", "-", stdin=rendered)

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import sys
+from typing import Any, cast
 
 import kopf
 
@@ -78,6 +79,8 @@ async def _serve(reconciler: Reconciler, namespaces: list[str] | None) -> None:
         kopf.operator(
             registry=registry_of(reconciler.store),
             settings=settings(),
+            # Else kopf asks for the user's name, and a pod's user has none.
+            identity=cast(Any, os.environ.get("HOSTNAME") or "stopway-operator"),
             clusterwide=namespaces is None,
             namespaces=namespaces or (),
             standalone=True,

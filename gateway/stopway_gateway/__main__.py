@@ -1,31 +1,33 @@
-"""``python -m stopway_gateway``: settings from the environment, prefix ``STOPWAY_``."""
+"""``python -m stopway_gateway``: settings from the environment, prefix ``STOPWAY_``.
+
+It exits with 0 after a drain, and with ``EXIT_CONFIG`` when a setting must be changed first.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 
-from pydantic import ValidationError
-
 from stopway_gateway.app import create_app
-from stopway_gateway.config import Settings
-from stopway_gateway.server import GatewayServer
+from stopway_gateway.config import EXIT_CONFIG, ConfigError, load_settings
+from stopway_gateway.server import GatewayServer, listen
 
 
 def main() -> None:
     """Serve until a signal, then drain."""
     try:
-        settings = Settings()
-        app = create_app(settings)
-    except (ValidationError, ValueError) as error:
-        sys.exit(f"the settings can't be used: {error}")
+        settings = load_settings()
+        listener = listen(settings)
+    except ConfigError as error:
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(EXIT_CONFIG)
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     for chatty in ("httpx", "httpcore", "websockets"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    server = GatewayServer(app)
-    server.run()
+    server = GatewayServer(create_app(settings))
+    server.run(sockets=[listener])
     if not server.started:
         sys.exit(3)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from stopway_gateway.errors import ApiError
 
 DEFAULT_TENANT = "default"
-_OWNER = re.compile(r"^([A-Za-z0-9._-]{1,64})(:admin)?$")
+_OWNER = re.compile(r"([A-Za-z0-9._-]{1,64})(:admin)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def _parse(entry: str) -> tuple[str, Principal]:
     # A bare key may end with the padding of base64; only text after "=" makes a tenant of it.
     if not equals or not key.strip("="):
         return entry, Principal(DEFAULT_TENANT, admin=True)
-    match = _OWNER.match(owner.strip())
+    match = _OWNER.fullmatch(owner.strip())
     if match is None:
         raise ValueError("an API key is [TENANT[:admin]=]KEY, TENANT of letters, digits and . _ -")
     return key.strip(), Principal(match[1], admin=match[2] is not None)

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import re
 import secrets
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-_GATEWAY_ID = re.compile(r"^[a-z0-9]{1,32}$")
+from stopway_gateway.auth import KeyRing
+
+EXIT_CONFIG = 2  # a restart would not help: the message on stderr says what to change
+_SCHEMES = {"redis_url": ("redis", "rediss"), "otlp_endpoint": ("http", "https")}
+_GATEWAY_ID = re.compile(r"[a-z0-9]{1,32}")
+
+
+class ConfigError(Exception):
+    """A setting that cannot work; the message is one line that says what to change."""
 
 
 class Settings(BaseSettings):
@@ -29,7 +39,7 @@ class Settings(BaseSettings):
     otlp_endpoint: str = ""
     spans_dir: str = ""
     trust_traceparent: bool = False
-    log_level: str = "info"
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
 
     # What a client may send.
     body_bytes_max: int = Field(4 * 1024 * 1024, gt=0)
@@ -68,6 +78,49 @@ class Settings(BaseSettings):
     @classmethod
     def _check_gateway_id(cls, value: str) -> str:
         value = value or secrets.token_hex(4)
-        if not _GATEWAY_ID.match(value):
-            raise ValueError("STOPWAY_GATEWAY_ID must be 1 to 32 of a-z, 0-9: it is in every id")
+        if not _GATEWAY_ID.fullmatch(value):
+            raise ValueError("1 to 32 of a-z and 0-9, for it is a part of every id")
         return value
+
+    @field_validator("api_keys")
+    @classmethod
+    def _check_api_keys(cls, value: SecretStr) -> SecretStr:
+        KeyRing(value.get_secret_value())
+        return value
+
+    @field_validator(*_SCHEMES)
+    @classmethod
+    def _check_url(cls, value: str, info: ValidationInfo) -> str:
+        schemes = _SCHEMES[info.field_name or ""]
+        try:
+            parts = urlsplit(value)
+            fits = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            fits = False
+        if value and not fits:
+            raise ValueError(f"a URL as {schemes[0]}://HOST:PORT")
+        return value
+
+    @field_validator("groups_dns")
+    @classmethod
+    def _check_groups_dns(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if value and not (host and port.isdecimal() and 0 < int(port[:6]) <= 65535):
+            raise ValueError("HOST:PORT")
+        return value
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _lower_log_level(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
+
+def load_settings() -> Settings:
+    """The settings in the environment. Raises ``ConfigError`` for one that cannot work."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = "_".join(str(part) for part in first["loc"]).upper()
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"STOPWAY_{name}: {message}") from None

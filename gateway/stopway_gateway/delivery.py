@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from stopway_core.types import Outcome, Reason
 from stopway_gateway.config import Settings
@@ -199,7 +199,7 @@ class Delivery:
             self._send({"type": "http.response.body", "body": body, "more_body": more})
         )
 
-    async def _bounded(self, sending) -> None:  # type: ignore[no-untyped-def]
+    async def _bounded(self, sending: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(self._settings.slow_reader_s):
                 await sending

@@ -72,18 +72,8 @@ async def send_json(
     send: Send, status: int, value: Any, headers: dict[str, str] | None = None
 ) -> None:
     """Answer with one JSON document."""
-    await send_bytes(send, status, dumps(value), "application/json", headers)
-
-
-async def send_bytes(
-    send: Send,
-    status: int,
-    body: bytes,
-    content_type: str,
-    headers: dict[str, str] | None = None,
-) -> None:
-    """Answer with a body of known length."""
-    await send(start_message(status, content_type, len(body), headers))
+    body = dumps(value)
+    await send(start_message(status, "application/json", len(body), headers))
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -15,10 +15,11 @@ from stopway_gateway.config import Settings
 from stopway_gateway.errors import ApiError, Scope
 from stopway_gateway.generation import Generation, tenant_salt
 from stopway_gateway.metrics import Metrics
+from stopway_gateway.placement import Placement
 from stopway_gateway.registry import Registry
 from stopway_gateway.request import Request
 from stopway_gateway.requests_table import RequestsTable
-from stopway_gateway.router import Router
+from stopway_gateway.schemas import invalid
 from stopway_gateway.session import LeaderSession
 from stopway_gateway.stop_service import StopService
 from stopway_telemetry import Exporter
@@ -42,7 +43,7 @@ class Gateway:
         )
         self.table = RequestsTable(settings.gateway_id, settings.keep_s, settings.keep_max)
         self.registry = Registry(settings, self._make_session)
-        self.router = Router()
+        self.placement = Placement()
         self.stops = StopService(settings, self.table, self.registry, self.metrics, self.exporter)
         self.draining = False
         self._active = 0  # handlers of generating routes
@@ -58,7 +59,7 @@ class Gateway:
             _LOG.warning("STOPWAY_API_KEYS is empty: every request will be refused")
         if not self.settings.secret.get_secret_value():
             _LOG.warning("STOPWAY_SECRET is empty: leaders will refuse this gateway")
-        await self.stops.start()
+        self.stops.start()
         await self.registry.start()
 
     async def close(self) -> None:
@@ -89,7 +90,14 @@ class Gateway:
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         """While one client of a generating route is served. Raises a 503 or a 429."""
-        self.check_open()
+        self.check_draining()
+        if self._active >= self.settings.requests_max:
+            raise ApiError(
+                429,
+                "Too many requests at once; try again soon.",
+                code="too_many_requests",
+                headers={"retry-after": "1"},
+            )
         self._active += 1
         self._idle.clear()
         try:
@@ -101,19 +109,18 @@ class Gateway:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def check_open(self) -> None:
-        """Raises a 503 while draining, a 429 when there are too many requests."""
+    def check_draining(self) -> None:
+        """Raises a 503 while draining: nothing new is taken."""
         if self.draining:
             raise ApiError(
                 503, "The server is shutting down.", code="drain", headers={"retry-after": "1"}
             )
-        if self._active >= self.settings.requests_max:
-            raise ApiError(
-                429,
-                "Too many requests at once; try again soon.",
-                code="too_many_requests",
-                headers={"retry-after": "1"},
-            )
+
+    def check_wait(self, timeout_s: float) -> None:
+        """Raises a 400 for a stop whose client wants to wait for too long."""
+        most = self.settings.wait_s_max
+        if timeout_s > most:
+            raise invalid("timeout", f"a number of seconds from 0 to {most:g}")
 
     def open(self, generation: Generation, principal: Principal, scope: Scope) -> Request:
         """A new request, known and stoppable from here on. Raises a 400 or a 404."""
@@ -149,7 +156,7 @@ class Gateway:
         hasty = queue is not None and queue < patience
         deadline = begun + (queue if hasty and queue is not None else patience)
         while request.outcome is None and not request.gone:
-            session = self.router.choose(
+            session = self.placement.choose(
                 self.registry.ready(), request.tenant, generation.conversation
             )
             if session is not None:
@@ -213,6 +220,7 @@ class Gateway:
         )
 
     def _session_changed(self, session: LeaderSession) -> None:
+        self.registry.compare_epochs()
         self.stops.on_session(session)
         for request in self.table.live():
             if not request.dispatched:

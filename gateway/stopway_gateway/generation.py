@@ -15,8 +15,9 @@ from stopway_gateway.schemas import (
     ChatMessage,
     CompletionBody,
     SamplingBody,
+    invalid,
     stop_strings,
-    validate,
+    validate_sampling,
 )
 
 COMPLETION_TOKENS = 16  # OpenAI's default for text completions
@@ -51,10 +52,9 @@ def parse_chat(raw: dict[str, Any], settings: Settings) -> Generation:
                 raise ApiError(
                     400, "Tools are not supported.", code="unsupported_parameter", param="messages"
                 )
-    body = validate(ChatBody, raw, settings)
+    body = validate_sampling(ChatBody, raw, settings)
     if body.top_logprobs is not None and not body.logprobs:
-        message = "top_logprobs: only with logprobs: true"
-        raise ApiError(400, message, code="invalid_value", param="top_logprobs")
+        raise invalid("top_logprobs", "only with logprobs: true")
     messages = [{"role": _role(m), "content": _content(m)} for m in body.messages]
     chars = sum(len(m["content"]) for m in messages)
     return _generation(
@@ -69,7 +69,7 @@ def parse_chat(raw: dict[str, Any], settings: Settings) -> Generation:
 
 def parse_completion(raw: dict[str, Any], settings: Settings) -> Generation:
     """The generation that a text completion's body asks for. Raises a 400."""
-    body = validate(CompletionBody, raw, settings)
+    body = validate_sampling(CompletionBody, raw, settings)
     prompt = body.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
@@ -104,9 +104,7 @@ def _generation(
 ) -> Generation:
     n = body.n or 1
     if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
-        raise ApiError(
-            400, "min_tokens: must be at most max_tokens", code="invalid_value", param="min_tokens"
-        )
+        raise invalid("min_tokens", "must be at most max_tokens")
     deadlines = body.deadlines.model_dump() if body.deadlines else {}
     return Generation(
         kind=kind,

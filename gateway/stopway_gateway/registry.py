@@ -47,20 +47,33 @@ class Registry:
         return [session for session in self._sessions.values() if session.ready]
 
     def of_group(self, group: str) -> LeaderSession | None:
-        """The session of a group; of two, the one that is connected."""
+        """The session of a group; of two, the one that is connected, and newer."""
         found = [session for session in self._sessions.values() if session.group == group]
         found.sort(key=lambda session: (session.connected, session.epoch or 0))
         return found[-1] if found else None
+
+    def compare_epochs(self) -> None:
+        """Of two leaders of one group, the one with the older epoch is over.
+
+        That is a pod that was replaced and can't be told so: what runs there ends here, and with
+        the session its lease.
+        """
+        newest: dict[str, int] = {}
+        for session in self._sessions.values():
+            newest[session.group] = max(newest.get(session.group, 0), session.epoch or 0)
+        for session in self._sessions.values():
+            session.supersede(session.epoch is not None and session.epoch < newest[session.group])
 
     def groups(self) -> list[str]:
         """The names of all known groups."""
         return sorted({s.group for s in self._sessions.values() if s.group})
 
     def loads(self) -> Iterable[GroupLoad]:
-        """(group, its last load), for the metrics."""
-        for session in self._sessions.values():
-            if session.connected:
-                yield session.group, session.load
+        """(group, its last load), for the metrics: once each, while pods replace each other."""
+        for group in self.groups():
+            session = self.of_group(group)
+            if session is not None and session.connected:
+                yield group, session.load
 
     async def _watch(self) -> None:
         while True:
@@ -87,14 +100,16 @@ class Registry:
             if session is None:
                 self._sessions[url] = session = self._make(url, name)
                 session.start()
-            session.retiring = False
+            session.retire(False)
+        gone = []
         for url, session in list(self._sessions.items()):
             if url in found:
                 continue
-            session.retiring = True
+            session.retire(True)
             if not session.live:
-                del self._sessions[url]
-                await session.close()
+                gone.append(self._sessions.pop(url))
+        # All at once: one that is dead takes a while, and new ones wait for the next poll.
+        await asyncio.gather(*(session.close() for session in gone))
 
 
 def _read_file(path: Path) -> Found:

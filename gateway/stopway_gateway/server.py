@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from types import FrameType
 
 import uvicorn
 
 from stopway_gateway.app import App
+from stopway_gateway.config import ConfigError, Settings
 from stopway_gateway.protocol import connection_class
 
 _CLOSE_S = 2
+_BACKLOG = 4096
+
+
+def listen(settings: Settings) -> socket.socket:
+    """The socket to serve on. Raises ``ConfigError`` when there can't be one."""
+    host, port = settings.bind_host, settings.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}, port {port}: {error.strerror}; "
+            "set STOPWAY_PORT or STOPWAY_BIND_HOST to what is free"
+        ) from None
 
 
 class GatewayServer(uvicorn.Server):
@@ -27,12 +43,12 @@ class GatewayServer(uvicorn.Server):
                 http=connection_class(settings.tcp_user_timeout_s),
                 ws="none",
                 lifespan="on",
-                log_level=settings.log_level.lower(),
+                log_level=settings.log_level,
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=_CLOSE_S,
-                backlog=4096,
+                backlog=_BACKLOG,
             )
         )
         self._app = app

@@ -46,6 +46,7 @@ class LeaderSession:
         self.connected = False
         self.draining = False  # its group ends: what runs there goes on
         self.retiring = False  # gone from the list of groups: takes nothing new
+        self.superseded = False  # another session has a newer epoch of its group
         self.hello: dict[str, Any] = {}
         self.load: dict[str, int] = {}
         self.live: dict[str, Request] = {}
@@ -72,7 +73,8 @@ class LeaderSession:
     @property
     def ready(self) -> bool:
         """Whether new requests may go there."""
-        return self.connected and self.epoch is not None and not self.draining and not self.retiring
+        taken_out = self.draining or self.retiring or self.superseded
+        return self.connected and self.epoch is not None and not taken_out
 
     def start(self) -> None:
         """Connect, and stay connected."""
@@ -81,6 +83,19 @@ class LeaderSession:
     async def close(self) -> None:
         """Break the lease and stop trying."""
         await end_tasks(self._task)
+
+    def retire(self, retiring: bool) -> None:
+        """Whether it has left the list of groups, and so takes nothing new."""
+        came_back = self.retiring and not retiring
+        self.retiring = retiring
+        if came_back:
+            self._on_change(self)  # requests may wait for it
+
+    def supersede(self, superseded: bool) -> None:
+        """Whether its epoch is over, because its group has a newer one elsewhere."""
+        if superseded and not self.superseded and self.epoch is not None:
+            self._end_epoch_soon(self.epoch)
+        self.superseded = superseded
 
     def submit(self, request: Request, message: dict[str, Any]) -> None:
         """Send a request; from now on this session says how it ends."""
@@ -187,9 +202,12 @@ class LeaderSession:
     def _on_epoch(self, message: dict[str, Any]) -> None:
         before, self.epoch = self.epoch, message["epoch"]
         if before is not None and before != self.epoch:
-            # The leader ends the requests of an epoch that ended; if it does not, we do.
-            asyncio.get_running_loop().call_later(self._epoch_grace_s, self._end_epoch, before)
+            self._end_epoch_soon(before)
         self._on_change(self)
+
+    def _end_epoch_soon(self, epoch: int) -> None:
+        # The leader ends the requests of an epoch that ended; if it does not, we do.
+        asyncio.get_running_loop().call_later(self._epoch_grace_s, self._end_epoch, epoch)
 
     def _end_epoch(self, epoch: int) -> None:
         for request in list(self.live.values()):

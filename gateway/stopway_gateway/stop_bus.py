@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 
 from stopway_core.signing import sign
 from stopway_core.types import Stop
-from stopway_gateway.tasks import end_tasks
+from stopway_gateway.tasks import check_cancelled, end_tasks
 
 _LOG = logging.getLogger(__name__)
 _QUEUE_MAX = 10_000
@@ -78,8 +78,8 @@ class Publisher:
         self._queue: asyncio.Queue[_Entry] = asyncio.Queue(_QUEUE_MAX)
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Try to reach Redis, briefly; go on without it otherwise."""
+    def start(self) -> None:
+        """Begin to reach for Redis, and to write."""
         if self._url:
             self._task = asyncio.create_task(self._run(), name="stop-publisher")
 
@@ -120,6 +120,7 @@ class Publisher:
                 self._set_health(True)
                 while True:
                     await self._write(client)
+                    check_cancelled()
             except _FAILURES as error:
                 _LOG.warning("Redis takes no stops now, they go direct: %s", error)
             finally:
@@ -190,6 +191,7 @@ class Reader:
                 await self._position(client)
                 while True:
                     await self._read(client)
+                    check_cancelled()
             except _FAILURES as error:
                 _LOG.debug("the reader of stops lost Redis: %s", error)
             finally:

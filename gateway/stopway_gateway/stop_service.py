@@ -67,10 +67,10 @@ class StopService:
             {self._gateway_stream: self._on_entry, self._receipts_stream: self._on_receipt_entry},
         )
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Begin to read, write and re-send."""
         self.resender.start()
-        await self.publisher.start()
+        self.publisher.start()
         self.reader.start()
 
     async def close(self) -> None:
@@ -123,13 +123,15 @@ class StopService:
         else:
             links = tuple((r.trace.trace_id, r.trace.span_id) for r in requests[:REQUEST_IDS_MAX])
             span = Trace(new_trace_id(), new_span_id(), links=links)
+        # Before anything is sent: on one clock, nobody notices it earlier than it was accepted.
+        now = time.time()
         stop = Stop(
-            stop_id=f"stop-{int(time.time() * 1000):x}-{secrets.token_hex(8)}",
+            stop_id=f"stop-{int(now * 1000):x}-{secrets.token_hex(8)}",
             target=target,
             reason=reason,
             tenant=principal.tenant,
             admin=principal.admin,
-            issued_at=time.time(),
+            issued_at=now,
             traceparent=make_traceparent(span.trace_id, notify_id),
         )
         record = StopRecord(stop, span, notify_id)
@@ -186,7 +188,7 @@ class StopService:
         if part is None:
             part = record.parts[group] = Part(record.stop.stop_id, group)
         if part.merge(receipt):
-            if part.status is StopStatus.RECLAIMED and not part.unknown:
+            if part.status is StopStatus.RECLAIMED and not part.unknown and not record.remote:
                 stop_trace.observe(record, part, self._metrics)
             self._update(record)
 
@@ -223,7 +225,7 @@ class StopService:
             issued_at=time.time(),
         )
         trace_id = str(receipt.get("trace_id") or "")
-        record = StopRecord(stop, Trace(trace_id, ""), "")
+        record = StopRecord(stop, Trace(trace_id, ""), "", remote=True)
         record.traced.update(("stop", "notify"))  # the one who issued it makes its spans
         self._records[stop.stop_id] = record
         self._trim()
@@ -274,6 +276,7 @@ class StopService:
             "status": str(status),
             "reason": str(stop.reason),
             "tenant": stop.tenant,
+            "trace_id": names.trace_id_of(stop.traceparent),
             "outcome": outcome,
             "request_ids": [request.uid for request in requests[:REQUEST_IDS_MAX]],
             "count": len(requests),

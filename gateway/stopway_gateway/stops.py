@@ -56,7 +56,7 @@ class Part:
         return (
             self.resolved
             and outcome.get("unknown", 0) > 0
-            and sum(outcome.values()) == (outcome["unknown"])
+            and sum(outcome.values()) == outcome["unknown"]
         )
 
     @property
@@ -114,10 +114,14 @@ _WAITS_FOR = {
 
 
 class StopRecord:
-    """One stop. ``span`` is its place in the trace, ``notify_id`` the span id of its notify."""
+    """One stop. ``span`` is its place in the trace, ``notify_id`` the span id of its notify.
 
-    def __init__(self, stop: Stop, span: Trace, notify_id: str) -> None:
+    A ``remote`` one was accepted by another gateway, and is known here by its receipts only.
+    """
+
+    def __init__(self, stop: Stop, span: Trace, notify_id: str, *, remote: bool = False) -> None:
         self.stop = stop
+        self.remote = remote
         self.span = span
         self.notify_id = notify_id
         self.parts: dict[str, Part] = {}
@@ -245,6 +249,7 @@ class StopRecord:
             "status": str(self.status),
             "outcome": self._outcome(count),
             "trace_id": self.span.trace_id,
+            "accepted_at": None if self.remote else self.stop.issued_at,
             "pending_on": [hold for part in self.parts.values() for hold in part.pending_on()],
             "groups": [part.to_json() for part in self.parts.values() if not part.unknown],
         }

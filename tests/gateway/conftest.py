@@ -111,12 +111,24 @@ async def run_gateway(
         )
         if values.get("redis_url"):
             await stack.until(lambda: app.gateway.stops.publisher.healthy)
-            await app.gateway.stops.reader.positioned.wait()
+            await stack.until(app.gateway.stops.reader.positioned.is_set)
         async with stack.client:
             yield stack
     finally:
         server.should_exit = True
         await serving
+
+
+async def eventually(condition: Callable[[], Awaitable[Any]], timeout_s: float = 5.0) -> None:
+    """Until ``condition`` is true; fails after ``timeout_s``.
+
+    It looks at the clock itself. ``asyncio.timeout`` cancels once, and up to Python 3.11 redis-py
+    may swallow that (see ``stopway_gateway.tasks``): then a loop of commands never ends.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < deadline, "it did not become true in time"
+        await asyncio.sleep(0.01)
 
 
 def write_groups(path: Path, leaders: list[Leader]) -> None:
@@ -174,14 +186,20 @@ def redis_server(directory: Path, port: int = 0) -> Iterator[str]:
     ) as process:
         try:
             deadline = time.monotonic() + 10.0
-            while True:
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                    break
+            while not _answers(port):
                 assert time.monotonic() < deadline and process.poll() is None
                 time.sleep(0.01)
+            assert process.poll() is None  # else somebody else answers there
             yield f"redis://127.0.0.1:{port}/0"
         finally:
             process.kill()
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0) as sock:
+        sock.sendall(b"PING\r\n")
+        return sock.recv(16) == b"+PONG\r\n"
+    return False
 
 
 def free_port() -> int:

@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from stopway_core import names
 from stopway_core.signing import StopError, verify
 
 SECRET = "service-secret"
@@ -83,7 +84,7 @@ class Leader:
 
     # --- server -------------------------------------------------------------------------------
 
-    async def start(self, port: int = 0) -> None:
+    async def start(self, port: int = 0, host: str = "127.0.0.1") -> None:
         app = Starlette(
             routes=[
                 WebSocketRoute("/internal/v1/session", self._session),
@@ -93,14 +94,19 @@ class Leader:
             ]
         )
         config = uvicorn.Config(
-            app, host="127.0.0.1", port=port, log_level="critical", ws="websockets-sansio"
+            app,
+            host=host,
+            port=port,
+            log_level="critical",
+            ws="websockets-sansio",
+            timeout_graceful_shutdown=1,  # a gateway may just have connected again
         )
         self._server = uvicorn.Server(config)
         self._serving = asyncio.create_task(self._server._serve())
         while not self._server.started:
             await asyncio.sleep(0.005)
         self.port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
 
     async def stop(self) -> None:
         """Gone, as if killed."""
@@ -346,6 +352,8 @@ class Leader:
             "epoch": self.epoch,
             "status": status,
             "reason": signed["reason"],
+            "tenant": signed["tenant"],
+            "trace_id": names.trace_id_of(signed["traceparent"]),
             "outcome": outcome,
             "request_ids": [job.uid for job in jobs],
             "count": max(len(jobs), sum(outcome.values())),

@@ -7,8 +7,11 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -142,6 +145,106 @@ async def test_keepalive_comments(make: Make, leader: Leader) -> None:
     assert await anext(lines) == ": keepalive"
     await reply.aclose()
     await stack.quiet()
+
+
+def group_of(number: int, epoch: int) -> Leader:
+    """A leader whose group has this number and epoch."""
+    leader = Leader(f"g{number}")
+    leader.epoch = epoch
+    return leader
+
+
+async def test_pods_come_and_go_behind_a_name(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many addresses at once; pods with the same name and another address, or another's."""
+    loop = asyncio.get_running_loop()
+    resolve = loop.getaddrinfo
+    answers: list[str] | OSError = []
+
+    async def fake(host: Any, port: Any, **options: Any) -> Any:
+        if host != "leaders.test":
+            return await resolve(host, port, **options)
+        if isinstance(answers, OSError):
+            raise answers
+        twice = [*answers, *answers]  # as a name server does for several protocols
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in twice]
+
+    monkeypatch.setattr(loop, "getaddrinfo", fake)
+    port = free_port()
+    pods = {f"127.0.9.{n}": group_of(n, epoch=1) for n in range(1, 13)}
+    for ip, leader in pods.items():
+        await leader.start(port, ip)
+    answers = list(pods)
+    dns = f"leaders.test:{port}"
+    stack = await make([], groups_file="", groups_dns=dns, epoch_grace_s=1.0)
+    registry = stack.gateway.registry
+
+    async def ready_are(leaders: Iterable[Leader]) -> None:
+        urls = {leader.url for leader in leaders}
+        await stack.until(lambda: {session.url for session in registry.ready()} == urls)
+
+    await ready_are(pods.values())
+    assert registry.groups() == sorted(f"g{n}" for n in range(1, 13))
+
+    # g1 is replaced: same name, new address. Its old pod does not know, and works on.
+    old = pods.pop("127.0.9.1")
+    old.plan = Plan(chunks=None, pace_s=0.005)
+    for leader in pods.values():
+        leader.plan = Plan(tokens=False)
+    task = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))
+    await old.wait_for(lambda: old.running)
+    new = pods["127.0.9.21"] = group_of(1, epoch=2)
+    await new.start(port, "127.0.9.21")
+    answers = list(pods)
+    await ready_are(pods.values())
+    for each in (old, new):
+        await each.send({"type": "load", "running": each.epoch})
+    await stack.until(lambda: dict(registry.loads())["g1"].get("running") == 2)
+    text = (await stack.client.get("/metrics")).text
+    assert text.count('stopway_requests_running{group="g1"}') == 1
+    # The newer epoch ends the older: its client is told, and its lease breaks.
+    reply = await task
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "rank_lost")
+    await stack.until(lambda: len(registry.sessions()) == 12)
+    await old.wait_for(lambda: not old.running)
+
+    # A name server that fails says nothing; an unknown name says that nobody is ready.
+    answers = socket.gaierror(socket.EAI_AGAIN, "try again")
+    await asyncio.sleep(0.2)
+    await ready_are(pods.values())
+    answers = socket.gaierror(socket.EAI_NONAME, "unknown")
+    await stack.until(lambda: not registry.sessions())
+
+    # All come back, half of them at the addresses of others; a request that waits is taken.
+    waiting = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))
+    await stack.until(lambda: len(stack.gateway.table) == 1)
+    for leader in pods.values():
+        leader.plan = Plan()
+        leader.group = {"g2": "g3", "g3": "g2"}.get(leader.group, leader.group)
+    answers = list(pods)
+    assert (await waiting).status_code == 200
+    await ready_are(pods.values())
+    found = {session.url: session.group for session in registry.ready()}
+    assert found == {leader.url: leader.group for leader in pods.values()}
+    await asyncio.gather(*(leader.stop() for leader in [old, *pods.values()]))
+
+
+async def test_a_pod_that_is_listed_again_takes_what_waits(
+    make: Make, leader: Leader, tmp_path: Path
+) -> None:
+    groups = tmp_path / "groups.json"
+    write_groups(groups, [leader])
+    stack = await make([leader], groups_file=str(groups))
+    leader.plan = Plan(tokens=False)
+    first = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))
+    await leader.wait_for(lambda: len(leader.running) == 1)
+    write_groups(groups, [])
+    await stack.until(lambda: not stack.gateway.registry.ready())
+    second = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))
+    await stack.until(lambda: len(stack.gateway.table) == 2)
+    write_groups(groups, [leader])
+    await leader.wait_for(lambda: len(leader.running) == 2)
+    await stack.client.post("/v1/stops", json={"all": True})
+    assert [(await task).status_code for task in (first, second)] == [200, 200]
 
 
 async def test_drain_refuses_lets_finish_then_stops(make: Make, leader: Leader) -> None:

@@ -19,7 +19,17 @@ from stopway_core.signing import sign
 from stopway_core.types import Reason, Stop, Target
 from stopway_gateway.stop_bus import Gaps, Publisher, Reader, connect
 
-from .conftest import ACME, BETA, Make, Stack, completion, free_port, redis_server
+from .conftest import (
+    ACME,
+    ADMIN,
+    BETA,
+    Make,
+    Stack,
+    completion,
+    eventually,
+    free_port,
+    redis_server,
+)
 from .leader import SECRET, Leader, Plan
 
 
@@ -33,7 +43,11 @@ class Proxy:
         self.url = ""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:
+            writer.close()
+            return
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pump(reader, up_writer))
@@ -74,9 +88,17 @@ async def follower(redis_url: str, leader: Leader, service: str) -> AsyncIterato
 
     reader = Reader(redis_url, {names.stops_stream(service, leader.group): take})
     reader.start()
-    await reader.positioned.wait()
-    yield
-    await reader.close()
+    try:
+        await positioned(reader)
+        yield
+    finally:
+        await reader.close()
+
+
+async def positioned(reader: Reader) -> None:
+    """The reader knows where it begins."""
+    async with asyncio.timeout(5):
+        await reader.positioned.wait()
 
 
 def service_of(request: pytest.FixtureRequest) -> str:
@@ -184,17 +206,41 @@ async def test_case_g02_cancelled_reader_takes_its_connection_along(redis_url: s
         return sum(c["cmd"] == "xread" for c in await client.client_list())
 
     client = connect(redis_url)
-    before = await readers(client)
+
+    async def are(count: int) -> bool:
+        return await readers(client) == count
+
+    await eventually(lambda: are(0))  # those of other tests have gone
     reader = Reader(redis_url, {"g02": lambda fields: None})
     reader.start()
-    async with asyncio.timeout(5):
-        while await readers(client) != before + 1:
-            await asyncio.sleep(0.01)
-        await reader.close()
-        assert await client.echo("mine") == "mine"
-        while await readers(client) != before:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: are(1))
+    await reader.close()
+    assert await client.echo("mine") == "mine"
+    await eventually(lambda: are(0))
     await client.aclose()
+
+
+async def test_one_cancel_ends_a_loop_of_commands(redis_url: str) -> None:
+    """redis-py may swallow a cancel; neither loop goes on, whenever it comes."""
+    stop = Stop("s", Target(everything=True), Reason.ADMIN, "default", True, time.time())
+    for number in range(20):
+        publisher = Publisher(redis_url, "p", SECRET, 900.0, lambda _: None)
+        publisher.start()
+        reader = Reader(redis_url, {"cancels": lambda fields: None})
+        reader.start()
+        async with asyncio.timeout(5):
+            while not (publisher.healthy and reader.positioned.is_set()):
+                await asyncio.sleep(0.002)
+        ends = time.monotonic() + 0.005 + number * 0.0005
+        while time.monotonic() < ends:  # both are always in a command, or just between two
+            publisher.publish(stop, "cancels", lambda: None)
+            await asyncio.sleep(0)
+        tasks = [task for task in (publisher._task, reader._task) if task is not None]
+        for task in tasks:
+            task.cancel()
+        _, left = await asyncio.wait(tasks, timeout=Reader.BLOCK_S + 1.0)
+        await asyncio.gather(publisher.close(), reader.close())
+        assert not left
 
 
 def entry(number: int, target: Target | None = None, **fields: Any) -> dict[str, str]:
@@ -249,7 +295,7 @@ async def test_case_g04_two_entries_of_one_millisecond(redis_url: str) -> None:
     seen: list[str] = []
     reader = Reader(redis_url, {"g04": lambda fields: seen.append(fields["stop"])})
     reader.start()
-    await reader.positioned.wait()
+    await positioned(reader)
     for number in range(5):
         await client.xadd("g04", {"stop": str(number)}, id=f"1001-{number}")
         async with asyncio.timeout(5):
@@ -322,13 +368,51 @@ async def test_the_other_gateway(
     assert (await queued).json()["choices"][0]["stop_reason"] == "client_cancel"
 
 
+async def test_receipts_of_another_gateways_stop_are_readable_by_who_asked(
+    make: Make, leader: Leader, redis_url: str, request: pytest.FixtureRequest
+) -> None:
+    service = service_of(request)
+    stack = await make([], redis_url=redis_url, service_uid=service)
+    trace_id = "ab" * 16
+    rank = {"rank": 0, "stage": 0, "node": "n", "turn_noticed": 4}
+    times = {"noticed_at": 5.0, "stopped_at": 5.1, "reclaimed_at": 5.2}
+    receipt = {
+        "stop_id": "stop-elsewhere",
+        "group": "g7",
+        "epoch": 3,
+        "status": "reclaimed",
+        "reason": "client_cancel",
+        "tenant": "acme",
+        "trace_id": trace_id,
+        "outcome": {"finished": 0, "stopped": 1, "failed": 0, "unknown": 0},
+        "request_ids": ["req-1-other-2.0"],
+        "count": 1,
+        "turn_effective": 5,
+        "pending_on": [],
+        "ranks": [{**rank, **times}],
+    }
+    client = connect(redis_url)
+    await client.xadd(names.receipts_stream(service), {"receipt": json.dumps(receipt)})
+    await client.aclose()
+    path = "/v1/stops/stop-elsewhere"
+    await stack.until(lambda: "stop-elsewhere" in stack.gateway.stops._records)
+    for headers in (ACME, ADMIN):
+        shown = (await stack.client.get(path, headers=headers)).json()
+        assert (shown["trace_id"], shown["status"]) == (trace_id, "reclaimed")
+        assert (shown["request_ids"], shown["accepted_at"]) == (["req-1-other-2"], None)
+        assert shown["groups"][0]["ranks"][0]["reclaimed_at"] == 5.2
+    assert (await stack.client.get(path, headers=BETA)).status_code == 404
+    # Its phases are counted where it was accepted, and only there.
+    assert stack.metric("stopway_stop_phase_seconds_count", phase="notify") == 0
+
+
 async def test_publisher_numbers_each_stream(redis_url: str) -> None:
     health: list[bool] = []
     publisher = Publisher(redis_url, "p", SECRET, 900.0, health.append)
     stop = Stop("s", Target(everything=True), Reason.ADMIN, "default", True, time.time())
     _, going = publisher.publish(stop, "numbers-a", lambda: None)
     assert not going  # not connected yet: no number is used
-    await publisher.start()
+    publisher.start()
     async with asyncio.timeout(5):
         while not publisher.healthy:
             await asyncio.sleep(0.005)
@@ -338,9 +422,11 @@ async def test_publisher_numbers_each_stream(redis_url: str) -> None:
     ]
     assert numbers == [1, 2, 1]
     client = connect(redis_url)
-    async with asyncio.timeout(5):
-        while await client.xlen("numbers-a") != 2 or await client.xlen("numbers-b") != 1:
-            await asyncio.sleep(0.005)
+
+    async def written() -> bool:
+        return (await client.xlen("numbers-a"), await client.xlen("numbers-b")) == (2, 1)
+
+    await eventually(written)
     await client.aclose()
     await publisher.close()
     with pytest.raises(RedisError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ async def test_cancel_gives_the_partial_text_and_a_receipt(
     fields = {"stream_options": {"include_usage": True}} if stream else {}
     uid, task = await start(stack, BODIES[route](stream=stream, **fields))
     await endless.wait_for(lambda: uid in endless.jobs and endless.jobs[uid].sent[0] >= 3)
+    asked_at = time.time()
     reply = await stack.client.post(f"/v1/requests/{uid}/cancel?wait=reclaimed")
     assert reply.status_code == 200
     receipt = reply.json()
@@ -54,6 +56,8 @@ async def test_cancel_gives_the_partial_text_and_a_receipt(
     }
     assert (group["group"], group["epoch"], group["blocks_reclaimed"]) == ("g0", 7, 2)
     assert [rank["rank"] for rank in group["ranks"]] == [0, 1]
+    noticed = [rank["noticed_at"] for rank in group["ranks"]]
+    assert asked_at <= receipt["accepted_at"] <= min(noticed)
     answer = await task
     assert answer.status_code == 200
     if stream:

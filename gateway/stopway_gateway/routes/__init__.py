@@ -5,13 +5,13 @@ from __future__ import annotations
 from starlette.routing import BaseRoute
 
 from stopway_gateway.gateway import Gateway
-from stopway_gateway.routes import debug, generate, health, models, requests, stops
+from stopway_gateway.routes import debug, documents, generate, health, models, requests, stops
 
 
 def all_routes(gateway: Gateway) -> list[BaseRoute]:
     """All of them, for one gateway."""
     return [
         route
-        for module in (generate, models, requests, stops, health, debug)
+        for module in (generate, models, requests, stops, health, debug, documents)
         for route in module.routes(gateway)
     ]

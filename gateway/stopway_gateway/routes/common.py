@@ -1,24 +1,90 @@
-"""What several routes need: who asks, the body, query parameters, JSON answers."""
+"""What several routes need: their documentation, who asks, the body, JSON answers."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
+from stopway_gateway.answers import ErrorAnswer
 from stopway_gateway.auth import Principal
 from stopway_gateway.config import Settings
 from stopway_gateway.errors import ApiError, Scope, Send, dumps, start_message
 from stopway_gateway.limits import parse_json
 from stopway_gateway.watcher import Watcher
 
+_REFUSALS: dict[int | str, str] = {
+    400: "The request is malformed; `param` names what is.",
+    401: "There is no valid API key.",
+    403: "This is for admins.",
+    404: "It does not exist, or it is another tenant's.",
+    408: "The body was not complete in time.",
+    413: "The body is too large.",
+    429: "Too many requests at once, or the queue deadline passed.",
+    500: "The engine failed on this request.",
+    503: "No group is ready, one was lost, or the server is shutting down.",
+    504: "Another deadline passed.",
+    "default": "Any other failure has this shape, too.",
+}
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The documentation of the failures that a route can answer with, and of all others."""
+    listed: list[int | str] = [*statuses, "default"]
+    return {status: {"model": ErrorAnswer, "description": _REFUSALS[status]} for status in listed}
+
+
+def body_docs(model: type[BaseModel]) -> dict[str, Any]:
+    """The documentation of a body that the route reads itself; ``App.openapi`` has the schema."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+class DocumentedRoute(APIRoute):
+    """A route whose documentation is its endpoint's docstring and parameters, and ``shape``."""
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        endpoint: Callable[..., Any],
+        *,
+        tag: str,
+        shape: type[BaseModel] | None,
+        success: str,
+        responses: dict[int | str, dict[str, Any]],
+        extra: dict[str, Any] | None = None,
+        response_class: type[Response] = JSONResponse,
+    ) -> None:
+        super().__init__(
+            path,
+            endpoint,
+            methods=[method],
+            tags=[tag],
+            response_model=shape,
+            response_description=success,
+            responses=responses,
+            response_class=response_class,
+            operation_id=endpoint.__name__,
+            openapi_extra=extra,
+        )
+
 
 def principal_of(request: HttpRequest) -> Principal:
     """Who asks."""
     principal: Principal = request.scope["state"]["principal"]
     return principal
+
+
+def need_admin(request: HttpRequest) -> None:
+    """Raises a 403 for a key that is not an admin's."""
+    if not principal_of(request).admin:
+        raise ApiError(403, "This is for admins.", code="forbidden")
 
 
 def answer(value: Any, status: int = 200) -> Response:
@@ -54,17 +120,3 @@ async def json_of(request: HttpRequest, settings: Settings) -> dict[str, Any]:
         declared.encode() if declared else None, settings.body_bytes_max, settings.body_timeout_s
     )
     return parse_json(body)
-
-
-def number(value: Any, name: str, default: float, maximum: float) -> float:
-    """A number of seconds, from a query or a body. Raises a 400."""
-    if value is None:
-        return default
-    try:
-        seconds = float(value) if not isinstance(value, bool) else math.nan
-    except (TypeError, ValueError, OverflowError):
-        seconds = math.nan
-    if not 0 <= seconds <= maximum:
-        message = f"{name}: a number of seconds from 0 to {maximum:g}"
-        raise ApiError(400, message, code="invalid_value", param=name)
-    return seconds

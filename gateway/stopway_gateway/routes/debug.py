@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
+from fastapi import Query
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
-from stopway_gateway.errors import ApiError
+from stopway_gateway.answers import LedgerAnswer, TraceAnswer
 from stopway_gateway.gateway import Gateway
-from stopway_gateway.routes.common import answer, principal_of
+from stopway_gateway.routes.common import DocumentedRoute, answer, need_admin, refusals
 from stopway_telemetry import load_spans
 
-_HEX = frozenset("0123456789abcdef")
+TraceId = Annotated[str, Query(pattern="^[0-9a-f]{32}$", description="32 hex digits.")]
 
 
 def routes(gateway: Gateway) -> list[BaseRoute]:
     """Proxied to every leader, with the service's secret."""
 
-    async def ledger(request: HttpRequest) -> Response:
-        _need_admin(request)
+    async def get_ledger(request: HttpRequest) -> Response:
+        """The ledger of each group's leader: what holds which blocks (admins)."""
+        need_admin(request)
         replies = await _ask_leaders(gateway, "/internal/v1/ledger", {})
         return answer({"groups": [{"group": group, **reply} for group, reply in replies]})
 
-    async def trace(request: HttpRequest) -> Response:
-        _need_admin(request)
-        trace_id = request.query_params.get("trace_id", "")
-        if len(trace_id) != 32 or set(trace_id) - _HEX:
-            raise ApiError(400, "trace_id: 32 hex digits", code="invalid_value", param="trace_id")
+    async def get_trace(request: HttpRequest, trace_id: TraceId) -> Response:
+        """The spans of a trace that the gateway and the leaders keep (admins)."""
+        need_admin(request)
         spans: dict[str, dict[str, Any]] = {}
         directory = gateway.settings.spans_dir
         if directory:
@@ -43,14 +43,25 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
         return answer({"trace_id": trace_id, "spans": ordered})
 
     return [
-        Route("/debug/ledger", ledger, methods=["GET"]),
-        Route("/debug/trace", trace, methods=["GET"]),
+        DocumentedRoute(
+            "GET",
+            "/debug/ledger",
+            get_ledger,
+            tag="operators",
+            shape=LedgerAnswer,
+            success="The ledgers.",
+            responses=refusals(401, 403),
+        ),
+        DocumentedRoute(
+            "GET",
+            "/debug/trace",
+            get_trace,
+            tag="operators",
+            shape=TraceAnswer,
+            success="The spans.",
+            responses=refusals(400, 401, 403),
+        ),
     ]
-
-
-def _need_admin(request: HttpRequest) -> None:
-    if not principal_of(request).admin:
-        raise ApiError(403, "This is for admins.", code="forbidden")
 
 
 async def _ask_leaders(

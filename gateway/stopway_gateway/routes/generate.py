@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
 
-from starlette.routing import BaseRoute, Route
+from pydantic import BaseModel
+from starlette.routing import BaseRoute
 
 from stopway_core.types import Outcome
+from stopway_gateway.answers import ChatAnswer, CompletionAnswer
 from stopway_gateway.config import Settings
 from stopway_gateway.delivery import Delivery, end_error, refusal_error
 from stopway_gateway.errors import ApiError, ClientGoneError, Receive, Scope, Send, send_json
@@ -16,18 +19,65 @@ from stopway_gateway.gateway import Gateway
 from stopway_gateway.generation import Generation, parse_chat, parse_completion
 from stopway_gateway.limits import parse_json
 from stopway_gateway.request import Request
-from stopway_gateway.routes.common import body_of
+from stopway_gateway.routes.common import DocumentedRoute, body_docs, body_of, refusals
+from stopway_gateway.schemas import ChatBody, CompletionBody
 from stopway_gateway.watcher import Watcher
 
 Parse = Callable[[dict[str, Any], Settings], Generation]
 
 
+def chat_completions() -> None:
+    """Complete a chat, as OpenAI's API does.
+
+    With `stream: true` the answer is events: chunks, one of them with a `finish_reason` for each
+    choice, the usage if it was asked for, then `[DONE]`; a failure is an `error` event, then
+    `[DONE]`. A client that leaves stops its request. OpenAI's fields that change nothing here are
+    ignored; those that would change the meaning are refused.
+    """
+
+
+def completions() -> None:
+    """Complete a text, as OpenAI's API does: one prompt for each request.
+
+    Streams, leaving and ignored fields are as for chat completions.
+    """
+
+
 def routes(gateway: Gateway) -> list[BaseRoute]:
     """The generating routes; each is an ASGI application that owns ``receive`` and ``send``."""
+    chat, text = Generate(gateway, parse_chat), Generate(gateway, parse_completion)
     return [
-        Route("/v1/chat/completions", Generate(gateway, parse_chat), methods=["POST"]),
-        Route("/v1/completions", Generate(gateway, parse_completion), methods=["POST"]),
+        GenerateRoute("/v1/chat/completions", chat, chat_completions, ChatBody, ChatAnswer),
+        GenerateRoute("/v1/completions", text, completions, CompletionBody, CompletionAnswer),
     ]
+
+
+class GenerateRoute(DocumentedRoute):
+    """Documented as any other route; but FastAPI neither reads its body nor sends its answer."""
+
+    def __init__(
+        self,
+        path: str,
+        served: Generate,
+        documentation: Callable[[], None],
+        body: type[BaseModel],
+        shape: type[BaseModel],
+    ) -> None:
+        events = {"text/event-stream": {"schema": {"type": "string"}}}
+        super().__init__(
+            "POST",
+            path,
+            documentation,
+            tag="completions",
+            shape=shape,
+            success="The whole answer, or a stream of events. A stopped request ends as `abort`.",
+            responses={
+                200: {"content": events},
+                **refusals(400, 401, 404, 408, 413, 429, 500, 503, 504),
+            },
+            extra=body_docs(body),
+        )
+        self.app = served
 
 
 class Generate:
@@ -39,17 +89,20 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; its client is watched from its first byte to its last."""
+        # A client that left is no failure, and nobody is there to be told of one.
+        with self._gateway.serving(), contextlib.suppress(ClientGoneError):
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
-        with gateway.serving():
-            watcher = Watcher(receive)
-            body = await body_of(scope, watcher, send, gateway.settings)
-            if body is None:
-                return
-            if gateway.draining:
-                gateway.check_open()
-            generation = self._parse(parse_json(body), gateway.settings)
-            request = gateway.open(generation, scope["state"]["principal"], scope)
-            await self._watched(request, watcher, scope, send)
+        watcher = Watcher(receive)
+        body = await body_of(scope, watcher, send, gateway.settings)
+        if body is None:
+            return
+        gateway.check_draining()
+        generation = self._parse(parse_json(body), gateway.settings)
+        request = gateway.open(generation, scope["state"]["principal"], scope)
+        await self._watched(request, watcher, scope, send)
 
     async def _watched(self, request: Request, watcher: Watcher, scope: Scope, send: Send) -> None:
         gateway = self._gateway

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from starlette.requests import Request as HttpRequest
+from fastapi import Path
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
+from stopway_gateway.answers import ModelAnswer, ModelList
 from stopway_gateway.errors import ApiError
 from stopway_gateway.gateway import Gateway
-from stopway_gateway.routes.common import answer
+from stopway_gateway.routes.common import DocumentedRoute, answer, refusals
+
+ModelId = Annotated[str, Path(description="The id of a model, as the list has it.")]
 
 
 def routes(gateway: Gateway) -> list[BaseRoute]:
     """The one model that a service has."""
 
-    def model() -> dict[str, Any]:
+    def shown() -> dict[str, Any]:
         lengths = [s.hello["max_model_len"] for s in gateway.registry.sessions() if s.hello]
         return {
             "id": gateway.settings.model_name,
@@ -26,17 +29,34 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
             "max_model_len": min(lengths) if lengths else None,
         }
 
-    async def list_models(request: HttpRequest) -> Response:
-        return answer({"object": "list", "data": [model()]})
+    async def list_models() -> Response:
+        """The one model that is served."""
+        return answer({"object": "list", "data": [shown()]})
 
-    async def get_model(request: HttpRequest) -> Response:
-        wanted = request.path_params["model"]
-        if wanted != gateway.settings.model_name:
-            message = f"The model {wanted[:100]!r} does not exist."
+    async def get_model(model: ModelId) -> Response:
+        """That model."""
+        if model != gateway.settings.model_name:
+            message = f"The model {model[:100]!r} does not exist."
             raise ApiError(404, message, code="model_not_found", param="model")
-        return answer(model())
+        return answer(shown())
 
     return [
-        Route("/v1/models", list_models, methods=["GET"]),
-        Route("/v1/models/{model:path}", get_model, methods=["GET"]),
+        DocumentedRoute(
+            "GET",
+            "/v1/models",
+            list_models,
+            tag="completions",
+            shape=ModelList,
+            success="A list of one.",
+            responses=refusals(401),
+        ),
+        DocumentedRoute(
+            "GET",
+            "/v1/models/{model:path}",
+            get_model,
+            tag="completions",
+            shape=ModelAnswer,
+            success="The model.",
+            responses=refusals(401, 404),
+        ),
     ]

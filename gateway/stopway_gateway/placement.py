@@ -10,7 +10,7 @@ from stopway_gateway.session import LeaderSession
 _CONVERSATIONS_MAX = 10_000
 
 
-class Router:
+class Placement:
     """Remembers where conversations went, the latest ``_CONVERSATIONS_MAX`` of them."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.jaeger import Jaeger
+from support.jaeger import Jaeger, Trace
 from support.kubectl import KubectlError, name_of
 from support.progress import stays, wait_for
 from support.stack import Cluster, Namespace, new_namespace
@@ -68,9 +68,16 @@ def test_a_cancel_is_reclaimed_on_every_rank_and_is_one_trace(
     (group,) = receipt["groups"]
     nodes = list(service.nodes().values())
     assert [(part["rank"], part["node"]) for part in group["ranks"]] == list(enumerate(nodes))
-    trace = jaeger.wait_for_spans(receipt["trace_id"], ["stop", "stop.notify", *PHASES])
+    jaeger.wait_for_spans(receipt["trace_id"], ["stop", "stop.notify", *PHASES])
+
+    def of_both_ranks() -> Trace | None:
+        found = jaeger.trace(receipt["trace_id"])
+        ranks = [found.values(phase, "stopway.rank") for phase in PHASES] if found else []
+        return found if ranks and all(each == {0, 1} for each in ranks) else None
+
+    trace = wait_for("each phase is there of both ranks", of_both_ranks, 30)
     for phase in PHASES:
-        assert trace.values(phase, "stopway.rank") == {0, 1}, trace.outline()
+        assert len(trace.named(phase)) == 2, trace.outline()
         assert trace.values(phase, "stopway.node") == set(nodes), trace.outline()
     (notify,) = trace.named("stop.notify")
     assert {span.name for span in trace.children(notify)} >= set(PHASES), trace.outline()

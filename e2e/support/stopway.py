@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from support.kubectl import Object, is_ready, name_of, node_of
 from support.progress import say, wait_for

@@ -137,7 +137,10 @@ class Api:
 
         async def idle() -> bool:
             now = await self.blocks()
-            return not (now["held"] or now["running"] or now["waiting"])
+            if now["held"] or now["running"] or now["waiting"]:
+                return False
+            # The last step of a request that has ended may still be in flight.
+            return not any(ledger["in_flight"] for ledger in await self.ledgers())
 
         await until(idle, 10.0, "something is held")
         for ledger in await self.ledgers():
@@ -178,7 +181,7 @@ async def running(**options: Any) -> AsyncIterator[Api]:
         limits = httpx.Limits(max_connections=500, max_keepalive_connections=0)
         headers = {"Authorization": f"Bearer {stack.key}"}
         async with httpx.AsyncClient(
-            base_url=stack.url, headers=headers, timeout=60, limits=limits, trust_env=False
+            base_url=stack.url, headers=headers, timeout=300, limits=limits, trust_env=False
         ) as http:
             body = {"model": "smollm2-135m-instruct", "temperature": 0.0, "max_tokens": 64}
             yield Api(stack, http, body)

@@ -15,7 +15,7 @@ def story(topic: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"Tell a story about a {topic}."}]
 
 
-TOPICS = ("dragon", "lighthouse", "sailor", "clockmaker", "garden")
+TOPICS = ("dragon", "lighthouse", "sailor")
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -23,18 +23,18 @@ async def test_preempted_and_disturbed_equals_undisturbed(
     tensor: int, stack_of: Callable[..., Any], eventually: Any
 ) -> None:
     """Too few blocks for all of them at once, and neighbours that are stopped on the way."""
-    body = {"max_tokens": 120, "ignore_eos": True}
-    async with stack_of(tensor=tensor, numerics="invariant", kv_blocks=28) as api:
+    body = {"max_tokens": 40, "ignore_eos": True}
+    async with stack_of(tensor=tensor, numerics="invariant", kv_blocks=12) as api:
         alone = {topic: await api.text(story(topic), **body) for topic in TOPICS}
         before = preemptions(api.stack.spans_dir)
 
         async def neighbour(index: int) -> None:
-            async with api.stream(story(f"stranger {index}"), max_tokens=300) as stream:
+            async with api.stream(story(f"stranger {index}"), max_tokens=100) as stream:
                 await stream.read(3 + 4 * index)
 
         together, *_ = await asyncio.gather(
             asyncio.gather(*[api.text(story(topic), **body) for topic in TOPICS]),
-            *[neighbour(index) for index in range(3)],
+            *[neighbour(index) for index in range(2)],
         )
         assert dict(zip(TOPICS, together, strict=True)) == alone
         await api.assert_idle()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from support.faults import Faults
-from support.kubectl import name_of
+from support.kubectl import name_of, node_of
 from support.progress import wait_for
 from support.stack import Cluster, Namespace, new_namespace
 from support.stopway import Operator, Service, apply_service, installed_operator
@@ -29,7 +29,6 @@ def space(cluster: Cluster, operator: Operator) -> Iterator[Namespace]:
 
 @pytest.fixture(scope="module")
 def service(space: Namespace) -> Service:
-    """Gateway and Redis are kept off the nodes of the engine's pods, which are to fail."""
     found = apply_service(space, "chat")
     found.wait_ready()
     return found
@@ -89,20 +88,20 @@ def test_case_o06_a_pod_deleted_gently_drains(service: Service) -> None:
     come_back(service, before)
 
 
-def away_from(service: Service, index: int) -> str:
-    """The node of an engine pod, which must not be the gateway's or Redis's too."""
-    return list(service.nodes().values())[index]
+def victim(service: Service) -> str:
+    """A node of an engine pod that is not the gateway's: its clients would see only silence."""
+    (gateway,) = service.kubectl.pods(
+        f"app.kubernetes.io/instance={service.name},app.kubernetes.io/component=gateway"
+    )
+    nodes = [node for node in service.nodes().values() if node != node_of(gateway)]
+    return nodes[-1]
 
 
 def test_a_frozen_node(service: Service, faults: Faults) -> None:
-    node = away_from(service, 1)
-
-    def fault() -> None:
-        faults.freeze(node)
-
+    node = victim(service)
     (before,) = service.epochs().values()
     stream = service.stream().running()
-    fault()
+    faults.freeze(node)
     assert stream.ended(60).reason == "rank_lost"
     faults.thaw(node)
     faults.wait_ready(node)
@@ -111,7 +110,7 @@ def test_a_frozen_node(service: Service, faults: Faults) -> None:
 
 def test_a_node_that_is_powered_off(service: Service, faults: Faults) -> None:
     """Its pod is lost with it, and is made again elsewhere (or there, when it is back)."""
-    node = away_from(service, 1)
+    node = victim(service)
     (before,) = service.epochs().values()
     stream = service.stream().running()
     faults.power_off(node)
@@ -123,7 +122,7 @@ def test_a_node_that_is_powered_off(service: Service, faults: Faults) -> None:
 
 
 def test_a_partition_between_the_ranks(service: Service, faults: Faults) -> None:
-    one, other = (away_from(service, index) for index in (0, 1))
+    one, other = service.nodes().values()
     (before,) = service.epochs().values()
     stream = service.stream().running()
     faults.cut_between(one, other)

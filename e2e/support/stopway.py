@@ -86,13 +86,38 @@ def installed_operator(cluster: Cluster) -> Iterator[Operator]:
     try:
         yield operator
     finally:
+        # The Deployment first: an operator without rights would only complain.
+        cluster.kubectl.within(SYSTEM).delete("deployment", "stopway-operator")
         for document in reversed(manifests):
-            if document["kind"] in ("Deployment", "CustomResourceDefinition", "Namespace"):
-                cluster.kubectl.delete(
-                    document["kind"].lower(),
-                    document["metadata"]["name"],
-                    *(["-n", SYSTEM] if document["kind"] == "Deployment" else []),
-                )
+            if not document["metadata"].get("namespace"):
+                cluster.kubectl.delete(document["kind"].lower(), document["metadata"]["name"])
+
+
+@contextmanager
+def installed_by_helm(cluster: Cluster) -> Iterator[Operator]:
+    """The operator, from the chart; uninstalled at the end, with the CRD that the chart keeps."""
+    repository, tag = cluster.images.operator.rsplit(":", 1)
+    values = {
+        "image.repository": repository,
+        "image.tag": tag,
+        "images.engine": cluster.images.engine,
+        "images.gateway": cluster.images.gateway,
+        "images.redis": cluster.images.redis,
+    }
+    settings = [f"--set-string={key}={value}" for key, value in values.items()]
+    helm = cluster.kubectl.helm
+    helm(
+        "install", "stopway", str(REPO / "charts" / "stopway"), "--namespace", SYSTEM,
+        "--create-namespace", "--wait", "--timeout=120s", *settings,
+    )  # fmt: skip
+    operator = Operator(cluster)
+    operator.wait()
+    try:
+        yield operator
+    finally:
+        helm("uninstall", "stopway", "--namespace", SYSTEM, "--wait", "--timeout=60s")
+        cluster.kubectl.delete("crd", "inferenceservices.serving.stopway.dev")
+        cluster.kubectl.delete("namespace", SYSTEM)
 
 
 @dataclass
@@ -339,7 +364,7 @@ class Service:
             "for d in sorted(glob.glob('/proc/[0-9]*')):\n"
             "  try: line = open(d + '/cmdline').read()\n"
             "  except OSError: continue\n"
-            "  if 'stopway_engine.rank' in line:\n"
+            "  if 'stopway_engine.rank' in line.split(chr(0)):\n"
             "    os.kill(int(d[6:]), signal.SIGKILL); break\n",
         )
 

@@ -147,6 +147,17 @@ def deployment() -> Obj:
                 "spec": {
                     "serviceAccountName": NAME,
                     "terminationGracePeriodSeconds": 15,
+                    # It repairs what a lost node takes along, and must not itself wait the
+                    # cluster's five minutes to leave that node.
+                    "tolerations": [
+                        {
+                            "key": f"node.kubernetes.io/{what}",
+                            "operator": "Exists",
+                            "effect": "NoExecute",
+                            "tolerationSeconds": 15,
+                        }
+                        for what in ("not-ready", "unreachable")
+                    ],
                     "securityContext": {
                         "runAsNonRoot": True,
                         "runAsUser": 10001,

@@ -19,6 +19,9 @@ from stopway_engine.numerics import NonFiniteError
 _GREEDY_BELOW = 1e-5
 """A temperature so small that dividing by it says nothing: greedy."""
 
+_LOGIT_MAX = 1e30
+"""Bound of a penalized logit: no parameter of a client's may make one infinite."""
+
 _TOP_P_PREFIX = 1024
 """How many of the largest logits are sorted before a full sort is tried."""
 
@@ -39,16 +42,14 @@ def sample(
         return [], []
     wants = [i for i, row in enumerate(rows) if row.params.logprobs >= 0]
     log_probs = torch.log_softmax(logits[wants], -1) if wants else None
-    for i, row in enumerate(rows):
-        _penalize(logits[i], row)
-        _forbid_end(logits[i], row, eos)
     best, tokens = logits.max(-1)
-    if not bool(torch.isfinite(best).all()):
-        bad = [rows[i].rid for i in torch.nonzero(~torch.isfinite(best)).flatten().tolist()]
-        raise NonFiniteError(
-            f"The model's logits for row ids {bad} have no finite maximum: check the weights and "
-            "the number format (try numerics: invariant, which computes in f32)."
-        )
+    _check_finite(best, rows)
+    changed = [i for i, row in enumerate(rows) if row.params.penalized or row.params.min_tokens]
+    for i in changed:
+        _penalize(logits[i], rows[i])
+        _forbid_end(logits[i], rows[i], eos)
+    if changed:
+        tokens[changed] = logits[changed].argmax(-1)
     chosen: list[int] = tokens.tolist()
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > _GREEDY_BELOW]
     if drawn:
@@ -56,6 +57,17 @@ def sample(
         for i, token in zip(drawn, _draw(part, [rows[i] for i in drawn]), strict=True):
             chosen[i] = token
     return chosen, _logprobs(log_probs, wants, chosen, rows)
+
+
+def _check_finite(best: Tensor, rows: Sequence[RowWork]) -> None:
+    """Raise ``NonFiniteError`` if the model itself, before any client's wish, went wrong."""
+    if bool(torch.isfinite(best).all()):
+        return
+    bad = [rows[i].rid for i in torch.nonzero(~torch.isfinite(best)).flatten().tolist()]
+    raise NonFiniteError(
+        f"The model's logits for row ids {bad} have no finite maximum: check the weights and "
+        "the number format (try numerics: invariant, which computes in f32)."
+    )
 
 
 def position_of(row: RowWork) -> int:
@@ -76,7 +88,7 @@ def _penalize(logits: Tensor, row: RowWork) -> None:
         scaled = torch.where(
             values > 0, values / params.repetition_penalty, values * params.repetition_penalty
         )
-        logits[seen] = scaled
+        logits[seen] = scaled.clamp(-_LOGIT_MAX, _LOGIT_MAX)
     if params.frequency_penalty or params.presence_penalty:
         output, counts = torch.unique(history[row.prompt_len :], return_counts=True)
         logits[output] -= params.frequency_penalty * counts + params.presence_penalty
@@ -107,6 +119,8 @@ def _column(rows: Sequence[RowWork], values: Sequence[float], like: Tensor) -> T
 def _draw(logits: Tensor, rows: Sequence[RowWork]) -> list[int]:
     """Draw from each row's distribution by inverting its cumulative sum (f64) in token order."""
     params = [row.params for row in rows]
+    # Against the largest first: however small the temperature, nothing overflows.
+    logits = logits - logits.amax(-1, keepdim=True)
     logits = logits / _column(rows, [p.temperature for p in params], logits)
     if any(p.min_p > 0 for p in params):
         log_min = [np.log(p.min_p) if p.min_p > 0 else -np.inf for p in params]

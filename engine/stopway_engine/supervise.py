@@ -94,7 +94,7 @@ class Supervisor:
             # Before any rank can say HELLO, so that no stop falls between.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._reader.resolve(), 2.0)
-            tasks.append(asyncio.create_task(self._reader.run()))
+            tasks.append(asyncio.create_task(self._keep_reading(self._reader)))
         front = asyncio.create_task(self._keep_front()) if self.config.leader else None
         try:
             await self._keep_ranks()
@@ -111,6 +111,15 @@ class Supervisor:
             print(self._fatal, file=sys.stderr, flush=True)
             return EXIT_CONFIG
         return 0
+
+    async def _keep_reading(self, reader: NoticeReader) -> None:
+        """Whatever ends the reader is said, and it begins again where it was."""
+        while True:
+            try:
+                await reader.run()
+            except Exception as error:
+                print(f"the reader of stops failed: {error!r}", file=sys.stderr, flush=True)
+                await asyncio.sleep(1.0)
 
     async def _keep_ranks(self) -> None:
         backoff = BACKOFF_FIRST_S

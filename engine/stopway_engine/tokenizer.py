@@ -95,6 +95,7 @@ class TextCodec:
         self._names = {token: text for text, token in self._specials.items()}
         self._spec = spec
         self.add_bos = add_bos
+        self._piece_bytes_max = max((len(piece) for piece in pieces), default=1) or 1
         longest_first = sorted(self._specials, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         edges = {text[0] for text in longest_first} | {text[-1] for text in longest_first}
@@ -110,6 +111,16 @@ class TextCodec:
     def vocab_size(self) -> int:
         """Rows of the model's head; at least the tokenizer's own size."""
         return self._spec.vocab
+
+    @property
+    def context(self) -> int:
+        """Positions that the model has."""
+        return self._spec.context
+
+    @property
+    def piece_bytes_max(self) -> int:
+        """Bytes of the longest token: no text has fewer tokens than its bytes over this."""
+        return self._piece_bytes_max
 
     @property
     def has_template(self) -> bool:
@@ -161,7 +172,8 @@ class TextCodec:
         return Detokenizer(self._pieces)
 
     def _plain_ids(self, text: str) -> list[int]:
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        # Not ``encode``, which keeps the interpreter to itself for as long as it takes.
+        ids: list[int] = self._plain.encode_batch([text], add_special_tokens=False)[0].ids
         return ids
 
     def _encode_marked(self, text: str, mark: str) -> list[int]:

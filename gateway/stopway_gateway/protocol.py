@@ -111,7 +111,14 @@ class _Connection(HttpToolsProtocol):
         if self._refused or self.transport.is_closing():
             return
         # In the middle of another answer there is no place for this one.
-        if self.cycle is None or self.cycle.response_complete:
+        if (
+            self.cycle is None
+            or self.cycle.response_complete
+            or not (self.cycle.response_started or self.pipeline)
+        ):
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.cycle.disconnected = True  # its own answer, if it comes to one, goes nowhere
+                self.cycle.message_event.set()
             body = dumps(error_json(status, message))
             head = (
                 b"content-type: application/json\r\nconnection: close\r\ncontent-length: "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from stopway_core import names
 from stopway_gateway.config import Settings
@@ -73,7 +73,7 @@ class SamplingBody(_Strict):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     seed: int | None = Field(
         None, ge=-(2**63), lt=2**63, description="Default: another one for each request."
     )
@@ -109,6 +109,13 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
+def _only_true(value: Any) -> Any:
+    """``Literal[True]`` takes 1 as well, and this one stops everything."""
+    if value is not None and value is not True:
+        raise ValueError("true, or leave it out")
+    return value
+
+
 class StopBody(_Strict):
     """``POST /v1/stops``: exactly one of the first four, and how to stop."""
 
@@ -117,7 +124,7 @@ class StopBody(_Strict):
     )
     conversation: str | None = Field(None, min_length=1, max_length=names.ID_MAX)
     tenant: Id | None = None
-    all: Literal[True] | None = None
+    all: Annotated[Literal[True] | None, BeforeValidator(_only_true)] = None
     wait: WaitLevel = Field("accepted", description=WAIT_TEXT)
     timeout: float = Field(WAIT_S, ge=0, description=WAIT_TIMEOUT_TEXT)
     reason: Literal["client_cancel", "admin", "drain"] | None = Field(

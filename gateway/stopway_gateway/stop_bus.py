@@ -47,6 +47,7 @@ def connect(url: str, command_timeout_s: float = _COMMAND_TIMEOUT_S) -> Redis:
         socket_timeout=command_timeout_s,
         retry=Retry(NoBackoff(), 0),
         decode_responses=True,
+        encoding_errors="replace",  # what is not UTF-8 is no entry, and must not end a reader
     )
 
 

@@ -152,3 +152,17 @@ def test_ties_at_a_cut_are_kept():
     params = [SamplingParams(top_k=1, seed=seed) for seed in range(60)]
     assert {draw(logits, p) for p in params} == set(range(8))
     assert sample(torch.empty(0, 8), []) == ([], [])
+
+
+@pytest.mark.parametrize("logprobs", [-1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 2e-5, 1.0])
+@pytest.mark.parametrize("penalty", [1e-320, 1e-40, 1e-36, 1e-3, 1e30])
+def test_no_parameter_of_a_client_makes_a_logit_infinite(
+    penalty: float, temperature: float, logprobs: int
+) -> None:
+    """A rank that fails on one request's wish takes everybody's requests with it."""
+    params = SamplingParams(
+        temperature=temperature, repetition_penalty=penalty, logprobs=logprobs, seed=1
+    )
+    for seed in range(5):
+        assert 0 <= draw(logits_of(seed), params) < VOCAB

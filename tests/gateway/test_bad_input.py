@@ -256,6 +256,33 @@ async def test_keys_routes_and_admins(stack: Stack) -> None:
     small_error(await stack.client.get("/v1/stops/stop-1"), 404)
 
 
+async def test_a_malformed_chunk_gets_an_answer(make: Make, leader: Leader) -> None:
+    """The headers were fine, and nothing has been said yet."""
+    stack = await make([leader])
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer admin-key\r\n"
+    message = head.encode() + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"
+    status, _ = await raw_reply(stack, message)
+    assert status == 400
+    assert not leader.seen
+
+
+@pytest.mark.parametrize("everything", [1, 1.0, "true", False])
+async def test_only_true_stops_everything(make: Make, leader: Leader, everything: object) -> None:
+    stack = await make([leader])
+    small_error(await stack.client.post("/v1/stops", json={"all": everything}), 400)
+
+
+@pytest.mark.parametrize("penalty", [1e-320, 1e-40, 0.001, 0])
+async def test_a_penalty_that_would_overflow_is_refused(
+    make: Make, leader: Leader, penalty: float
+) -> None:
+    stack = await make([leader])
+    body = completion() | {"repetition_penalty": penalty}
+    reply = await stack.client.post("/v1/completions", json=body)
+    assert small_error(reply, 400)["param"] == "repetition_penalty"
+    assert not leader.seen
+
+
 async def test_too_many_at_once(make: Make, leader: Leader) -> None:
     stack = await make([leader], requests_max=1)
     leader.plan = Plan(tokens=False)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import secrets
 import time
 from collections import Counter
@@ -230,6 +231,34 @@ async def test_case_t06_the_context_crosses_redis(api: Any) -> None:
     (entry,) = [stop for stop in mine if stop["stop_id"] == receipt["stop_id"]]
     context = names.parse_traceparent(entry["traceparent"])
     assert context is not None and context[0] == receipt["trace_id"]
+
+
+async def test_what_is_no_stop_in_the_stream_ends_no_reader(api: Any) -> None:
+    """After bytes that are not even UTF-8, stops still come by Redis and not by the way round."""
+
+    async def direct() -> float:
+        text = (await api.http.get("/metrics")).text
+        return sum(map(float, re.findall(r"^stopway_stop_direct_total\S* (\S+)", text, re.M)))
+
+    client = redis.Redis.from_url(api.stack.redis_url)
+    (group,) = api.stack.groups
+    try:
+        for stream in (
+            names.stops_stream("local", group.name),
+            names.gateway_stops_stream("local"),
+        ):
+            for junk in (b"\xff\xfe\x80", b"{", b"[]", b'{"stop_id": 1}', b"null"):
+                await client.xadd(stream, {b"stop": junk})
+            await client.xadd(stream, {b"\xff": b"\xff"})
+    finally:
+        await client.aclose()
+    before = await direct()
+    for _ in range(3):
+        async with api.stream(max_tokens=2000, ignore_eos=True) as stream:
+            await stream.read(2)
+            assert (await api.cancel(stream.uid))["status"] == "reclaimed"
+    assert await direct() == before
+    await api.assert_idle()
 
 
 async def test_a_stop_string_ends_the_request_and_its_text(api: Any) -> None:

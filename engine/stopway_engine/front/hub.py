@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from stopway_core.types import Outcome, Reason, finish_reason_of
@@ -17,6 +18,7 @@ from stopway_engine.front.stops import FrontStops
 from stopway_engine.front.text import ChoiceText
 from stopway_engine.tokenizer import TextCodec
 
+TOKENIZERS = 2  # threads; each may take a core for as long as a prompt takes
 LOST = "a rank of this group was lost; send the request again"
 
 
@@ -42,6 +44,8 @@ class Hub:
         self._choices: dict[int, tuple[FrontRequest, int]] = {}  # by key
         self._ledgers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._next_ledger = 1
+        # Of their own, so that long prompts queue behind one another and before nothing else.
+        self._tokenizing = ThreadPoolExecutor(TOKENIZERS, "tokenize")
 
     # --- state ---------------------------------------------------------------------------
 
@@ -99,8 +103,9 @@ class Hub:
         """Tokenize a request and pass it on, or say why not."""
         uid = message["uid"]
         try:
-            tokens = await asyncio.to_thread(
-                prompt_tokens, message, self.codec, self.config.max_model_len
+            limit = self._hello.get("max_model_len", 0)
+            tokens = await asyncio.get_running_loop().run_in_executor(
+                self._tokenizing, prompt_tokens, message, self.codec, limit
             )
         except Rejected as error:
             session.send(_refused(uid, 400, str(error), error.code, error.param))

@@ -39,6 +39,8 @@ class FrontRequest:
 def prompt_tokens(message: Mapping[str, Any], codec: TextCodec, limit: int) -> list[int]:
     """Token ids of a submit's prompt. Raises ``Rejected``."""
     prompt = message["prompt"]
+    limit = limit or codec.context
+    _check_size(prompt, codec, limit)
     if "tokens" in prompt:
         tokens = prompt["tokens"]
         if not all(isinstance(t, int) and 0 <= t < codec.vocab_size for t in tokens):
@@ -54,6 +56,25 @@ def prompt_tokens(message: Mapping[str, Any], codec: TextCodec, limit: int) -> l
         raise Rejected(
             f"the model's chat template refuses these messages: {error}", param="messages"
         ) from None
+
+
+def _check_size(prompt: Mapping[str, Any], codec: TextCodec, limit: int) -> None:
+    """Refuse what cannot fit whatever its tokens turn out to be, before they are looked for."""
+    if "tokens" in prompt:
+        if len(prompt["tokens"]) > limit:
+            raise Rejected(
+                f"the prompt has {len(prompt['tokens'])} tokens and the model's context is {limit}",
+                code="context_length_exceeded",
+            )
+        return
+    texts = [prompt["text"]] if "text" in prompt else [m["content"] for m in prompt["messages"]]
+    size = sum(len(text.encode("utf-8", "replace")) for text in texts if isinstance(text, str))
+    if size > limit * codec.piece_bytes_max:
+        raise Rejected(
+            f"the prompt has {size} bytes, more than {limit} tokens can be, and {limit} is the "
+            "model's context",
+            code="context_length_exceeded",
+        )
 
 
 def submission(

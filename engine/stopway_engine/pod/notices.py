@@ -93,6 +93,7 @@ class NoticeReader:
         return redis.Redis.from_url(
             self._url,
             decode_responses=True,
+            encoding_errors="replace",  # what is not UTF-8 is no stop, and must not end the reader
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=TIMEOUT_S,
             single_connection_client=True,

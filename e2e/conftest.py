@@ -14,6 +14,7 @@ from support import evidence, progress, stack
 from support.faults import Faults
 from support.jaeger import Jaeger
 from support.jaeger_server import serve_jaeger
+from support.operator import Operator, installed_operator
 from support.progress import say
 
 # Files of the cluster are no tests, and its cache has all of Debian's.
@@ -50,6 +51,13 @@ def cluster() -> Iterator[stack.Cluster]:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def operator(cluster: stack.Cluster) -> Iterator[Operator]:
+    """The operator, as the manifests install it, for one file of tests."""
+    with installed_operator(cluster) as found:
+        yield found
 
 
 @pytest.fixture

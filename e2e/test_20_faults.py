@@ -8,17 +8,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.faults import Faults
 from support.kubectl import name_of, node_of
+from support.operator import Operator
 from support.progress import wait_for
+from support.service import Service, apply_service
 from support.stack import Cluster, Namespace, new_namespace
-from support.stopway import Operator, Service, apply_service, installed_operator
 
 BACK_S = 150
-
-
-@pytest.fixture(scope="module")
-def operator(cluster: Cluster) -> Iterator[Operator]:
-    with installed_operator(cluster) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
+from support.operator import REPO, SYSTEM, Operator, installed_by_helm
 from support.progress import wait_for
+from support.service import Load, Service, apply_service
 from support.stack import Cluster, Namespace, new_namespace
-from support.stopway import (
-    REPO,
-    SYSTEM,
-    Load,
-    Operator,
-    Service,
-    apply_service,
-    installed_by_helm,
-)
 
 SMALL = {"tensor": 1, "pipeline": 1, "ranksPerPod": 1}
 

@@ -80,6 +80,10 @@ def test_case_o06_a_pod_deleted_gently_drains(service: Service) -> None:
     service.kubectl.delete("pod", pod, "--wait=false")
     seen = stream.ended(60)
     assert seen.reason == "drain", seen
+    (stop_id,) = service.request(seen.uid)["stop_ids"]
+    receipt = service.stop(stop_id)
+    assert receipt["reason"] == "drain" and receipt["status"] == "reclaimed", receipt
+    assert [part["rank"] for part in receipt["groups"][0]["ranks"]] == [0, 1]
     come_back(service, before)
 
 

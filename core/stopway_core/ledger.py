@@ -6,7 +6,8 @@ request owns comes back. Nothing outside this file frees.
 A pool counts one kind of resource: device blocks today; host blocks, adapters, encoder outputs
 and grammar slots are other pools of the same ledger. Each resource has a reference count (= its
 edges); each holder has the list of what it holds; the reverse graph is computed only to be looked
-at. ``hold`` is O(1), ``drop`` O(resources of the holder).
+at. ``hold`` is O(holds of that holder), one for an entry of the cache; ``drop`` is O(resources
+of the holder).
 
 **Fences.** Dropping frees at once, although a step in flight may still write the block: use that
 is ordered behind it on the rank's exec queue may take any free block. Use that is not ordered

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 BLOCK_SIZE = 16  # tokens per KV block
-CACHE_HOLDER = "cache"
 
 # --- Redis ---------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ class Link:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         self.sock = sock
         self.name = name
+        self.closed = False
         self.heard_at = 0.0  # by the loop's monotonic clock
         self._decoder = Decoder()
         self._out: deque[memoryview] = deque()
@@ -87,7 +88,10 @@ class Link:
                 break
             self.heard_at = now
             try:
-                yield from self._decoder.feed(data)
+                for frame in self._decoder.feed(data):
+                    yield frame
+                    if self.closed:  # by whoever took the frame
+                        return
             except WireError as error:
                 closed = f"{self.name}: {error}"
                 break
@@ -105,6 +109,7 @@ class Link:
 
     def close(self) -> None:
         """Close the socket."""
+        self.closed = True
         if self._selector is not None:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(self.sock)

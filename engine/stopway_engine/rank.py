@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,9 @@ def main() -> None:
         code = EXIT_CONFIG
     except EpochEnded as ended:
         ControlLoop.log(f"epoch ended: {ended}")
+        code = EXIT_EPOCH_ENDED
+    except BaseException:
+        traceback.print_exc()
         code = EXIT_EPOCH_ENDED
     # Not sys.exit: a step that hangs in a collective must not keep the process.
     os._exit(code)

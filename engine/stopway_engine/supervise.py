@@ -44,8 +44,9 @@ EXIT_GRACE_S = 5.0
 class Supervisor:
     """The pod. ``run`` returns its exit code."""
 
-    def __init__(self, config: PodConfig, run_dir: Path) -> None:
+    def __init__(self, config: PodConfig, run_dir: Path, health: socket.socket) -> None:
         self.config = config
+        self._health = health
         self._ranks: list[RankProcess] = []
         self._front: FrontProcess | None = None
         self._last_epoch = 0
@@ -90,6 +91,8 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._drain)
         tasks = [asyncio.create_task(self._probes()), asyncio.create_task(self._watchdog())]
+        for task in tasks:
+            task.add_done_callback(self._part_ended)
         if self._reader is not None:
             # Before any rank can say HELLO, so that no stop falls between.
             with contextlib.suppress(TimeoutError):
@@ -111,6 +114,12 @@ class Supervisor:
             print(self._fatal, file=sys.stderr, flush=True)
             return EXIT_CONFIG
         return 0
+
+    def _part_ended(self, task: asyncio.Task[None]) -> None:
+        """A pod without its probes or its watchdog must not go on as if it had them."""
+        if not task.cancelled() and not self._draining.is_set():
+            print(f"a part of supervise ended: {task.exception()!r}", file=sys.stderr, flush=True)
+            self._drain()
 
     async def _keep_reading(self, reader: NoticeReader) -> None:
         """Whatever ends the reader is said, and it begins again where it was."""
@@ -228,13 +237,19 @@ class Supervisor:
                 "ready": self.ready,
                 "epoch": self._last_epoch,
                 "restarts": self._restarts,
+                "stop_stream": None
+                if self._reader is None
+                else {
+                    "connected": self._reader.connected,
+                    "gaps": self._reader.gaps,
+                    "malformed": self._reader.malformed,
+                },
                 "ranks": {str(r.rank): {"state": r.state, "pid": r.pid} for r in self._ranks},
             }
             return JSONResponse(status, 200 if self.ready else 503)
 
         app = Starlette(routes=[Route("/healthz", healthz), Route("/readyz", readyz)])
-        sock = socket.create_server((self.config.bind_host, self.config.health_port))
-        await HttpServer(app).serve(sockets=[sock])
+        await HttpServer(app).serve(sockets=[self._health])
 
 
 def check(config: PodConfig) -> None:
@@ -243,16 +258,28 @@ def check(config: PodConfig) -> None:
     plan_shards(read_spec(path), config.tensor, config.pipeline)
 
 
+def health_socket(config: PodConfig) -> socket.socket:
+    """Where probes are answered. Raises ``ConfigError`` when the port is taken."""
+    try:
+        return socket.create_server((config.bind_host, config.health_port))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot answer probes on {config.bind_host}:{config.health_port} ({error.strerror}); "
+            "choose another STOPWAY_HEALTH_PORT"
+        ) from None
+
+
 def main() -> None:
     """The process: exits with 0 after a drain, with ``EXIT_CONFIG`` when a restart cannot help."""
     try:
         config = load_config()
         check(config)
+        health = health_socket(config)
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr, flush=True)
         sys.exit(EXIT_CONFIG)
-    with tempfile.TemporaryDirectory(prefix="stopway-") as run_dir:
-        sys.exit(asyncio.run(Supervisor(config, Path(run_dir)).run()))
+    with health, tempfile.TemporaryDirectory(prefix="stopway-") as run_dir:
+        sys.exit(asyncio.run(Supervisor(config, Path(run_dir), health).run()))
 
 
 if __name__ == "__main__":

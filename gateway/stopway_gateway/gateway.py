@@ -26,6 +26,12 @@ from stopway_telemetry import Exporter
 
 _LOG = logging.getLogger(__name__)
 _DRAIN_END_S = 2.0
+_DRAIN_STOPS_S = 1.0  # before a group's own deadline, so that each end has a receipt
+_DEADLINES = {
+    "queue": Reason.DEADLINE_QUEUE,
+    "first_token": Reason.DEADLINE_TTFT,
+    "total": Reason.DEADLINE_TOTAL,
+}
 
 
 class Gateway:
@@ -147,14 +153,29 @@ class Gateway:
         self.table.add(request)
         return request
 
+    def _group_drains(self, session: LeaderSession, seconds: float) -> None:
+        """What still runs there when its time is nearly over is stopped, with a receipt."""
+        in_s = max(seconds / 2, seconds - _DRAIN_STOPS_S)
+        asyncio.get_running_loop().call_later(in_s, self._stop_all_on, session)
+
+    def _stop_all_on(self, session: LeaderSession) -> None:
+        if not session.draining:
+            return  # it is back, in another epoch
+        for request in list(session.live.values()):
+            if request.outcome is None and request.cut is None:
+                self.stops.issue_for(request, Reason.DRAIN)
+
     async def dispatch(self, request: Request) -> None:
         """Give the request to a leader, or settle it when none is ready in time."""
         generation = request.generation
         begun = time.monotonic()
-        queue = generation.deadlines["queue"]
-        patience = self.settings.dispatch_wait_s
-        hasty = queue is not None and queue < patience
-        deadline = begun + (queue if hasty and queue is not None else patience)
+        bounds = [(self.settings.dispatch_wait_s, Reason.RANK_LOST)]
+        for name, ending in _DEADLINES.items():
+            limit = generation.deadlines[name]
+            if limit is not None:
+                bounds.append((limit, ending))
+        patience, reason = min(bounds, key=lambda each: each[0])
+        deadline = begun + patience
         while request.outcome is None and not request.gone:
             session = self.placement.choose(
                 self.registry.ready(), request.tenant, generation.conversation
@@ -163,7 +184,6 @@ class Gateway:
                 session.submit(request, self._submission(request, time.monotonic() - begun))
                 return
             if time.monotonic() >= deadline:
-                reason = Reason.DEADLINE_QUEUE if hasty else Reason.RANK_LOST
                 request.settle(reason, "No group is ready; try again soon.")
                 return
             await request.changed(max(0.0, deadline - time.monotonic()))
@@ -217,6 +237,7 @@ class Gateway:
             epoch_grace_s=self.settings.epoch_grace_s,
             on_receipt=self.stops.on_receipt,
             on_change=self._session_changed,
+            on_draining=self._group_drains,
         )
 
     def _session_changed(self, session: LeaderSession) -> None:

@@ -39,6 +39,7 @@ class LeaderSession:
         epoch_grace_s: float,
         on_receipt: Callable[[dict[str, Any]], None],
         on_change: Callable[[LeaderSession], None],
+        on_draining: Callable[[LeaderSession, float], None],
     ) -> None:
         self.url = url.rstrip("/")
         self.group = name
@@ -56,6 +57,7 @@ class LeaderSession:
         self._epoch_grace_s = epoch_grace_s
         self._on_receipt = on_receipt
         self._on_change = on_change
+        self._tell_draining = on_draining
         self._outbox: asyncio.Queue[str] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {
@@ -198,6 +200,7 @@ class LeaderSession:
 
     def _on_draining(self, message: dict[str, Any]) -> None:
         self.draining = True
+        self._tell_draining(self, float(message.get("seconds", 0.0)))
 
     def _on_epoch(self, message: dict[str, Any]) -> None:
         before, self.epoch = self.epoch, message["epoch"]

@@ -68,6 +68,13 @@ class Part:
         """Take a receipt, unless an older one already said more. Raises ``ValueError``."""
         status = StopStatus(receipt["status"])
         self.asked_again = False
+        if self._of_a_leader_that_never_knew(receipt):
+            # The leader that had put it in a turn is gone, and its processes with it.
+            if status is not StopStatus.RECLAIMED:
+                return False
+            self.status = status
+            self.receipt = {**self.receipt, "pending_on": [], "epoch_ended": True}
+            return True
         if self.unknown:
             # The stop overtook its request: when that comes, the stop takes effect again.
             self.status, self.receipt = status, receipt
@@ -84,6 +91,17 @@ class Part:
         self.status = status
         self.receipt = receipt
         return True
+
+    def _of_a_leader_that_never_knew(self, receipt: dict[str, Any]) -> bool:
+        """Whether a later epoch answers for a stop that took effect in an earlier one."""
+        outcome = receipt.get("outcome") or {}
+        return (
+            not self.resolved
+            and self.receipt.get("turn_effective") is not None
+            and receipt.get("epoch") != self.receipt.get("epoch")
+            and outcome.get("unknown", 0) > 0
+            and sum(outcome.values()) == outcome["unknown"]
+        )
 
     def pending_on(self) -> list[str]:
         """What holds it up."""

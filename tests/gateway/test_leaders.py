@@ -106,6 +106,34 @@ async def test_draining_leader_takes_nothing_new(make: Make, leader: Leader) -> 
     assert stack.gateway.registry.sessions()[0].connected
 
 
+async def test_what_a_draining_group_still_runs_is_stopped_with_a_receipt(
+    stack: Stack, leader: Leader
+) -> None:
+    leader.plan = Plan(tokens=False)
+    task = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))
+    await leader.wait_for(lambda: len(leader.running) == 1)
+    await leader.send({"type": "draining", "seconds": 0.1})
+    reply = await task
+    assert reply.status_code == 503, reply.text
+    assert reply.json()["error"]["code"] == "drain"
+    request = (await stack.client.get(f"/v1/requests/{reply.headers['x-request-id']}")).json()
+    (stop_id,) = request["stop_ids"]
+    receipt = (await stack.client.get(f"/v1/stops/{stop_id}")).json()
+    assert receipt["reason"] == "drain"
+    assert len(receipt["groups"][0]["ranks"]) == 2
+
+
+@pytest.mark.parametrize(("name", "status"), [("queue", 429), ("first_token", 504), ("total", 504)])
+async def test_deadlines_hold_while_no_group_is_ready(
+    make: Make, leader: Leader, name: str, status: int
+) -> None:
+    stack = await make([leader], dispatch_wait_s=30.0)
+    await leader.send({"type": "draining", "seconds": 60.0})
+    await stack.until(lambda: not stack.gateway.registry.ready())
+    body = completion() | {"deadlines": {name: 0.05}}
+    assert (await stack.client.post("/v1/completions", json=body)).status_code == status
+
+
 async def test_load_is_one_series_per_group(stack: Stack, leader: Leader) -> None:
     await leader.send(
         {"type": "load", "running": 3, "waiting": 2, "free": 90, "held": 8, "cached": 2}

@@ -166,7 +166,7 @@ class Leader(ControlLoop):
             self._draining = True
             self._events.append(DrainStarted(self.now() + self.config.drain_s))
             if self._front is not None:
-                self.to_front({"draining": True})
+                self.to_front({"draining": self.config.drain_s})
 
     def on_closed(self, link: Link, why: str) -> None:
         if link is self._front:
@@ -175,7 +175,7 @@ class Leader(ControlLoop):
             # Nobody is left to deliver to: the front's sessions went with it.
             self._events += front_link.leases_lost(self._gateways)
             self._gateways.clear()
-        elif self._final_at is None:
+        elif self._final_at is None or link is self.pod:
             raise EpochEnded(why)
         else:
             link.close()

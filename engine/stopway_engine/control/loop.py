@@ -86,6 +86,8 @@ class ControlLoop:
         return []
 
     def _read(self, link: Link) -> None:
+        if link.closed:  # by what came with it in the same pass
+            return
         try:
             for frame in link.frames(time.monotonic()):
                 if link is self.pod:
@@ -96,6 +98,8 @@ class ControlLoop:
             self.on_closed(link, str(closed))
 
     def _flush(self, link: Link) -> None:
+        if link.closed:
+            return
         try:
             link.flush()
         except LinkClosed as closed:

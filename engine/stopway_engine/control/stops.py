@@ -58,6 +58,7 @@ class RankStops:
             known.noticed_at, known.turn_noticed = now, turn
             known.traceparent = stop.traceparent
             spans.append(self._span(names.SPAN_NOTICE, stop.stop_id, known, now, now))
+        self._known.move_to_end(stop.stop_id)  # its first notice is asked for in this very turn
         known.traceparent = stop.traceparent or known.traceparent
         known.applied_at, known.turn = now, turn
         known.drain_step, known.dropped = stop.drain_step, stop.dropped

@@ -154,10 +154,14 @@ class Hub:
 
     def engine_connected(self, hello: dict[str, Any], send: Callable[[bytes], None]) -> None:
         """A new epoch can serve."""
+        same_epoch = hello["epoch"] == self._hello.get("epoch")
         self._hello = hello
         self._draining = hello["draining"]
         self._send_engine = send
-        self.stops.epoch_formed()
+        if same_epoch:
+            self.stops.epoch_goes_on()
+        else:
+            self.stops.epoch_formed()
         for entry in self.stops.take_held():
             self._engine({"stop": entry})
         self._tell_all(self.hello())
@@ -201,7 +205,7 @@ class Hub:
             self._on_load(body["load"])
         if "draining" in body:
             self._draining = True
-            self._tell_all({"type": "draining"})
+            self._tell_all({"type": "draining", "seconds": body["draining"]})
         if "ledger" in body:
             future = self._ledgers.get(body["ledger"])
             if future is not None and not future.done():

@@ -29,6 +29,7 @@ class FrontStops:
         self._sent: dict[str, dict[str, Any]] = {}  # passed on, no receipt yet
         self._ended: dict[str, Receipt] = {}  # of an epoch that ended, not reclaimed yet
         self._held: list[dict[str, Any]] = []  # came while there was no epoch
+        self._entries: OrderedDict[str, dict[str, Any]] = OrderedDict()  # of open stops
 
     def passed(self, entry: dict[str, Any], *, sent: bool) -> bool:
         """A stop goes to the leader (``sent``), or waits for one. False when it is resolved."""
@@ -37,6 +38,9 @@ class FrontStops:
         if receipt is not None and receipt["status"] in TERMINAL:
             self._publish(receipt)
             return False
+        self._entries[stop_id] = entry
+        if len(self._entries) > KEEP_MAX:
+            self._entries.popitem(last=False)
         if receipt is None and stop_id not in self._sent:
             self._sent[stop_id] = entry
             if not sent:
@@ -77,6 +81,13 @@ class FrontStops:
             }
             self._ended[stop_id] = ended
             self.receipt(ended)
+
+    def epoch_goes_on(self) -> None:
+        """Only the link to the leader had broken: what it has to say is asked for again."""
+        for stop_id in self._ended:
+            if stop_id in self._entries:
+                self._held.append(self._entries[stop_id])
+        self._ended.clear()
 
     def epoch_formed(self) -> None:
         """The processes of the ended epoch are gone: with them all that they held."""

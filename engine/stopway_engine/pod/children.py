@@ -14,6 +14,8 @@ from typing import Any
 
 from stopway_core.wire import Decoder, Frame, FrameKind, WireError, encode
 
+UNSENT_MAX = 64 * 1024 * 1024
+
 
 class RankProcess:
     """One life of one rank. ``on_frame`` gets what it sends; ``exited`` is set with its code."""
@@ -31,6 +33,7 @@ class RankProcess:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._sock = ours
+        self._unsent = bytearray()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "stopway_engine.rank"],
             env={**env, "STOPWAY_RANK": str(rank), "STOPWAY_POD_FD": str(theirs.fileno())},
@@ -52,14 +55,32 @@ class RankProcess:
                 self.heard_at = time.monotonic()
                 for frame in decoder.feed(data):
                     self._on_frame(self, frame)
+        loop.remove_writer(self._sock)
         self._sock.close()
         self.code = await wait_for_exit(self._process)
         return self.code
 
     def send(self, body: dict[str, Any]) -> None:
-        """Tell the rank something; a rank that does not read is caught by the watchdog."""
-        with contextlib.suppress(OSError):
-            self._sock.send(encode(FrameKind.POD_IN, body))
+        """Tell the rank something, whole frames in order; one that never reads is ended."""
+        if self._sock.fileno() < 0:
+            return
+        self._unsent += encode(FrameKind.POD_IN, body)
+        if len(self._unsent) > UNSENT_MAX:
+            self.kill()
+            return
+        self._flush()
+
+    def _flush(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._unsent:
+                del self._unsent[: self._sock.send(self._unsent)]
+        except BlockingIOError:
+            loop.add_writer(self._sock, self._flush)
+            return
+        except OSError:
+            self._unsent.clear()  # it has gone: ``run`` sees that, too
+        loop.remove_writer(self._sock)
 
     def kill(self) -> None:
         """End it at once (a stopped process, too)."""
@@ -106,6 +127,8 @@ class FrontProcess:
 
 async def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
     """The exit code of a child, without blocking the loop or polling."""
+    if process.poll() is not None:
+        return process.wait()  # reaped before: its pid may be somebody else's
     loop = asyncio.get_running_loop()
     fd = os.pidfd_open(process.pid)
     gone = asyncio.Event()

@@ -1,0 +1,142 @@
+"""Processes of a pod: frames arrive whole, an exit is told once and for all."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+
+from stopway_core.wire import Decoder, FrameKind, encode
+from stopway_engine.config import EXIT_CONFIG
+from stopway_engine.front.stops import FrontStops
+from stopway_engine.link import Link, LinkClosed
+from stopway_engine.pod import children
+from stopway_engine.pod.children import RankProcess, wait_for_exit
+
+
+class Unstarted(RankProcess):
+    """Only its end of the socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._unsent = bytearray()
+        self.code = None
+        self.killed = False
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+async def test_large_notices_arrive_whole_and_in_order() -> None:
+    ours, theirs = socket.socketpair()
+    rank = Unstarted(ours)
+    for number in range(20):
+        rank.send({"number": number, "ids": ["x" * 120] * 1000})
+    theirs.setblocking(False)
+    decoder, got = Decoder(), []
+    async with asyncio.timeout(10):
+        while len(got) < 20:
+            data = await asyncio.get_running_loop().sock_recv(theirs, 4096)
+            got += [frame.body["number"] for frame in decoder.feed(data)]
+    assert got == list(range(20))
+    assert not rank.killed
+    ours.close()
+    theirs.close()
+
+
+async def test_a_rank_that_never_reads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "UNSENT_MAX", 1 << 20)
+    ours, theirs = socket.socketpair()
+    rank = Unstarted(ours)
+    for _ in range(20):
+        rank.send({"ids": ["x" * 120] * 1000})
+    assert rank.killed
+    asyncio.get_running_loop().remove_writer(ours)
+    ours.close()
+    theirs.close()
+
+
+async def test_an_exit_may_be_asked_for_again() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+    assert await wait_for_exit(process) == 7
+    assert await wait_for_exit(process) == 7
+
+
+def test_a_link_that_a_frame_closed_gives_no_more() -> None:
+    ours, theirs = socket.socketpair()
+    link = Link(ours, "a peer")
+    theirs.sendall(encode(FrameKind.BYE, 1) + encode(FrameKind.BYE, 2))
+    seen = []
+    with contextlib.suppress(LinkClosed):
+        for frame in link.frames(0.0):
+            seen.append(frame.body)
+            link.close()
+    assert seen == [1]
+    theirs.close()
+
+
+def entry(stop_id: str) -> dict[str, Any]:
+    return {"stop_id": stop_id, "reason": "client_cancel", "tenant": "t", "traceparent": ""}
+
+
+def stops_of(seen: "OrderedDict[str, str]") -> FrontStops:
+    return FrontStops("g", lambda receipt: seen.update({receipt["stop_id"]: receipt["status"]}))
+
+
+def test_the_end_of_an_epoch_resolves_its_stops_in_two_steps() -> None:
+    seen: OrderedDict[str, str] = OrderedDict()
+    stops = stops_of(seen)
+    assert stops.passed(entry("a"), sent=True)
+    stops.epoch_ended(7)
+    assert seen == {"a": "stopped"}
+    stops.epoch_formed()
+    assert seen == {"a": "reclaimed"}
+    assert not stops.passed(entry("a"), sent=True), "it is resolved, and said again"
+
+
+def test_a_stop_that_came_without_an_epoch_goes_to_the_next() -> None:
+    seen: OrderedDict[str, str] = OrderedDict()
+    stops = stops_of(seen)
+    stops.epoch_ended(7)
+    assert stops.passed(entry("b"), sent=False)
+    stops.epoch_formed()
+    assert stops.take_held() == [entry("b")]
+    assert not seen
+
+
+def test_a_broken_link_is_not_the_end_of_an_epoch() -> None:
+    """The processes live on: nothing is proved reclaimed, the leader is asked again."""
+    seen: OrderedDict[str, str] = OrderedDict()
+    stops = stops_of(seen)
+    stops.passed(entry("a"), sent=True)
+    stops.epoch_ended(7)
+    stops.epoch_goes_on()
+    assert stops.take_held() == [entry("a")]
+    assert seen == {"a": "stopped"}
+    stops.epoch_formed()
+    assert seen == {"a": "stopped"}
+
+
+def test_a_taken_probe_port_is_one_sentence_and_no_process() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        env = {
+            **os.environ,
+            "STOPWAY_SECRET": "s" * 32,
+            "STOPWAY_HEALTH_PORT": str(taken.getsockname()[1]),
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "stopway_engine.supervise"],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == EXIT_CONFIG
+    assert "choose another STOPWAY_HEALTH_PORT" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -328,3 +328,30 @@ async def test_a_stop_that_overtakes_its_request_is_not_resolved_by_unknown(
     receipt = (await waiting).json()
     assert (receipt["status"], receipt["outcome"]) == ("reclaimed", "stopped")
     assert receipt["groups"][0]["blocks_reclaimed"] == 2
+
+
+async def test_a_stop_outlives_the_leader_that_put_it_in_a_turn(
+    stack: Stack, leader: Leader
+) -> None:
+    """Its pod is replaced: that the next knows nothing of the stop proves the old one gone."""
+    leader.plan = Plan(tokens=False)
+    leader.answer_stops = False
+    uid, task = await start(stack, completion())
+    await leader.wait_for(lambda: uid in leader.running)
+    waiting = asyncio.create_task(stack.client.post(f"/v1/requests/{uid}/cancel?wait=reclaimed"))
+    await leader.wait_for(lambda: leader.stops)
+    (signed,) = leader.stops.values()
+    stopped = {"finished": 0, "stopped": 1, "failed": 0, "unknown": 0}
+    await leader.send_receipt(signed, "stopped", [leader.jobs[uid]], stopped)
+    await leader._end(leader.jobs[uid], "client_cancel", "stopped")
+    await task
+    assert not waiting.done()
+    assert leader.epoch is not None
+    leader.epoch += 1
+    none = {"finished": 0, "stopped": 0, "failed": 0, "unknown": 1}
+    await leader.send_receipt(signed, "stopped", [], none)
+    assert not waiting.done()
+    await leader.send_receipt(signed, "reclaimed", [], none)
+    receipt = (await waiting).json()
+    assert (receipt["status"], receipt["outcome"]) == ("reclaimed", "stopped")
+    assert [part["rank"] for part in receipt["groups"][0]["ranks"]] == [0, 1]

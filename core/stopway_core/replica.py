@@ -86,6 +86,7 @@ class Applied:
 
     work: StepWork | None = None
     stops: list[StopApplied] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)  # rids that left this replica
 
 
 class Replica:
@@ -126,6 +127,7 @@ class Replica:
             self.admit(admit)
         if turn.launch is not None:
             applied.work = self.launch(turn.launch)
+        applied.ended = [*turn.ends, *turn.preempts]
         self.close(turn.number)
         return applied
 

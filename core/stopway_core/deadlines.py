@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from stopway_core.types import Deadlines, Reason
+from stopway_core.types import DEADLINE_REASONS, Deadlines, Reason
 
 
 class DeadlineHeap:
@@ -17,11 +17,8 @@ class DeadlineHeap:
 
     def add(self, key: int, now: float, deadlines: Deadlines) -> None:
         """Start the clocks of one choice, which arrived ``now``."""
-        for seconds, reason in (
-            (deadlines.queue, Reason.DEADLINE_QUEUE),
-            (deadlines.first_token, Reason.DEADLINE_TTFT),
-            (deadlines.total, Reason.DEADLINE_TOTAL),
-        ):
+        for name, reason in DEADLINE_REASONS.items():
+            seconds = getattr(deadlines, name)
             if seconds is not None:
                 heapq.heappush(self._heap, (now + seconds, key, reason))
                 self._alive.setdefault(key, set()).add(reason)

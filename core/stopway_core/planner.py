@@ -30,7 +30,6 @@ from stopway_core.events import (
 )
 from stopway_core.ledger import Dropped
 from stopway_core.lifecycle import Event as Life
-from stopway_core.lifecycle import State
 from stopway_core.policies import POLICIES
 from stopway_core.policy import Candidate, Policy
 from stopway_core.receipts import Receipt, ReceiptBook
@@ -607,6 +606,3 @@ class _Composing:
             entry = self.entries[stop.stop_id] = StopEntry(stop.stop_id, stop.traceparent, [])
             self.turn.stops.append(entry)
         return entry
-
-
-__all__ = ["Planned", "Planner", "PlannerConfig", "State"]

@@ -114,6 +114,14 @@ class Deadlines:
     total: float | None = None
 
 
+DEADLINE_REASONS = {
+    "queue": Reason.DEADLINE_QUEUE,
+    "first_token": Reason.DEADLINE_TTFT,
+    "total": Reason.DEADLINE_TOTAL,
+}
+"""Why a request ends that has missed each of the ``Deadlines``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """What a stop is aimed at: exactly one of these is set.
@@ -198,6 +206,10 @@ class Logprobs:
 
     logprob: float
     top: list[tuple[int, float]] = field(default_factory=list)
+
+    def to_json(self) -> list[object]:
+        """As frames carry it: the log probability, then the alternatives."""
+        return [self.logprob, self.top]
 
 
 @dataclass(slots=True)

@@ -126,7 +126,7 @@ def _beat(pod: Link) -> Any:
         if now - last >= 0.5:
             last = now
             try:
-                pod.send(encode(FrameKind.POD_OUT, {"beat": True, "state": "forming", "epoch": 0}))
+                pod.send(encode(FrameKind.POD_OUT, {"state": "forming", "epoch": 0}))
             except LinkClosed:
                 raise EpochEnded("the pod's supervise is gone") from None
 

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterator
 
-from stopway_core.types import Reason
+from stopway_core.types import DEADLINE_REASONS, Reason
 from stopway_gateway import limits, trace
 from stopway_gateway.auth import KeyRing, Principal
 from stopway_gateway.config import Settings
@@ -27,11 +27,6 @@ from stopway_telemetry import Exporter
 _LOG = logging.getLogger(__name__)
 _DRAIN_END_S = 2.0
 _DRAIN_STOPS_S = 1.0  # before a group's own deadline, so that each end has a receipt
-_DEADLINES = {
-    "queue": Reason.DEADLINE_QUEUE,
-    "first_token": Reason.DEADLINE_TTFT,
-    "total": Reason.DEADLINE_TOTAL,
-}
 
 
 class Gateway:
@@ -170,7 +165,7 @@ class Gateway:
         generation = request.generation
         begun = time.monotonic()
         bounds = [(self.settings.dispatch_wait_s, Reason.RANK_LOST)]
-        for name, ending in _DEADLINES.items():
+        for name, ending in DEADLINE_REASONS.items():
             limit = generation.deadlines[name]
             if limit is not None:
                 bounds.append((limit, ending))

@@ -120,9 +120,7 @@ class Follower(ControlLoop):
 def _result_frame(result: StepResult) -> tuple[dict[str, Any], list[list[int]]]:
     body: dict[str, Any] = {"step": result.step}
     if any(result.logprobs):
-        body["logprobs"] = [
-            None if item is None else [item.logprob, item.top] for item in result.logprobs
-        ]
+        body["logprobs"] = [item and item.to_json() for item in result.logprobs]
     return body, [result.tokens]
 
 

@@ -86,9 +86,7 @@ def outputs_frame(
         outputs = planned.outputs
         arrays = [outputs.keys, outputs.tokens]
         if any(outputs.logprobs):
-            body["logprobs"] = [
-                None if item is None else [item.logprob, item.top] for item in outputs.logprobs
-            ]
+            body["logprobs"] = [item and item.to_json() for item in outputs.logprobs]
         if outputs.accepted:
             body["accepted"] = [[a.uid, a.keys] for a in outputs.accepted]
         if outputs.refused:

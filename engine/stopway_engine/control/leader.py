@@ -133,15 +133,14 @@ class Leader(ControlLoop):
     def on_notice(self, entry: dict[str, Any], now: float) -> None:
         self.on_stop_entry(entry)
 
-    def on_stop_entry(self, entry: Any) -> bool:
+    def on_stop_entry(self, entry: Any) -> None:
         """A stop by whatever path: checked again here, where it takes effect."""
         try:
             stop = verify(entry, {"1": self.config.secret}, now=time.time())
         except StopError as error:
             self.log(f"a stop was refused: {error}")
-            return False
-        self._events.append(StopSignal(stop))
-        return True
+        else:
+            self._events.append(StopSignal(stop))
 
     def on_overdue(self, entries: list[Any]) -> None:
         for entry in entries:
@@ -159,14 +158,13 @@ class Leader(ControlLoop):
 
     def _maybe_serve(self) -> None:
         if self.serving:
-            self.tell_pod({"beat": True, "state": "ready", "epoch": self.epoch})
+            self.tell_pod({"state": "ready", "epoch": self.epoch})
 
     def on_drain(self) -> None:
         if not self._draining:
             self._draining = True
             self._events.append(DrainStarted(self.now() + self.config.drain_s))
-            if self._front is not None:
-                self.to_front({"draining": self.config.drain_s})
+            self.to_front({"draining": self.config.drain_s})
 
     def on_closed(self, link: Link, why: str) -> None:
         if link is self._front:
@@ -182,17 +180,12 @@ class Leader(ControlLoop):
             self.followers.remove(link)
 
     def on_beat(self, mono: float) -> None:
+        turn = self.replica.turn
+        counters = {"applied": turn, "executed": self.executed}
+        keepalive = encode(FrameKind.KEEPALIVE, counters, epoch=self.epoch, turn=turn)
         for link in self.followers:
             self.check_heard(link, mono, link.name)
-            self._send(
-                link,
-                encode(
-                    FrameKind.KEEPALIVE,
-                    {"applied": self.replica.turn, "executed": self.executed},
-                    epoch=self.epoch,
-                    turn=self.replica.turn,
-                ),
-            )
+            self._send(link, keepalive)
         for step, launched_at in self._launched.items():
             if mono - launched_at > self.config.step_timeout_s:
                 raise EpochEnded(
@@ -318,9 +311,9 @@ class Leader(ControlLoop):
         """Everything has ended: say so to all, and go once they have gone (or time is up)."""
         if self._final_at is None:
             self._final_at = mono + GOODBYE_S
-            self.tell_pod({"final": True})
+            final = encode(FrameKind.FINAL, epoch=self.epoch, turn=self.replica.turn)
             for link in self.followers:
-                self._send(link, encode(FrameKind.FINAL, epoch=self.epoch, turn=self.replica.turn))
+                self._send(link, final)
         if not self.followers or mono >= self._final_at:
             if self._front is not None:
                 self._front.drain(1.0)

@@ -55,8 +55,7 @@ class ControlLoop:
         self._closing = False
         self.selector = selectors.DefaultSelector()
         self.selector.register(exec_thread.fileno(), selectors.EVENT_READ, None)
-        if pod.sock.fileno() >= 0:
-            pod.register(self.selector)
+        pod.register(self.selector)
 
     # --- the loop ------------------------------------------------------------------------
 
@@ -68,8 +67,6 @@ class ControlLoop:
                 link = key.data
                 if link is None:
                     self._on_exec()
-                elif not isinstance(link, Link):
-                    link()
                 else:
                     if mask & selectors.EVENT_WRITE:
                         self._flush(link)
@@ -122,18 +119,13 @@ class ControlLoop:
             entry = body["notice"]
             now = time.time()
             made = self.stops.notice(
-                entry, body["read_at"], now, time.monotonic(), self.replica_turn
+                entry, body["read_at"], now, time.monotonic(), self.replica.turn
             )
             if made is not None:
                 self._spans.append(made)
             self.on_notice(entry, now)
         elif "drain" in body:
             self.on_drain()
-
-    @property
-    def replica_turn(self) -> int:
-        replica = getattr(self, "replica", None)
-        return replica.turn if replica is not None else 0
 
     def stops_applied(self, stops: list[StopApplied], turn: int, now: float) -> None:
         """Record what a turn's stops did on this rank, and trace those that wait for no step."""
@@ -151,7 +143,7 @@ class ControlLoop:
             )
         if mono >= self._beat_at:
             self._beat_at = mono + self._beat_every
-            self.tell_pod({"beat": True, "state": self.state, "epoch": self.epoch})
+            self.tell_pod({"state": self.state, "epoch": self.epoch})
             self.on_beat(mono)
         overdue = self.stops.overdue(mono)
         if overdue:

@@ -26,10 +26,9 @@ class FrontStops:
         self._group = group
         self._publish = publish
         self._receipts: OrderedDict[str, Receipt] = OrderedDict()
-        self._sent: dict[str, dict[str, Any]] = {}  # passed on, no receipt yet
         self._ended: dict[str, Receipt] = {}  # of an epoch that ended, not reclaimed yet
-        self._held: list[dict[str, Any]] = []  # came while there was no epoch
-        self._entries: OrderedDict[str, dict[str, Any]] = OrderedDict()  # of open stops
+        self._entries: OrderedDict[str, dict[str, Any]] = OrderedDict()  # that came here
+        self._held: dict[str, dict[str, Any]] = {}  # of them, for the leader when there is one
 
     def passed(self, entry: dict[str, Any], *, sent: bool) -> bool:
         """A stop goes to the leader (``sent``), or waits for one. False when it is resolved."""
@@ -41,21 +40,18 @@ class FrontStops:
         self._entries[stop_id] = entry
         if len(self._entries) > KEEP_MAX:
             self._entries.popitem(last=False)
-        if receipt is None and stop_id not in self._sent:
-            self._sent[stop_id] = entry
-            if not sent:
-                self._held.append(entry)
+        if receipt is None and not sent:
+            self._held[stop_id] = entry
         return True
 
     def take_held(self) -> list[dict[str, Any]]:
         """The stops that waited for an epoch."""
-        held, self._held = self._held, []
-        return held
+        held, self._held = self._held, {}
+        return list(held.values())
 
     def receipt(self, receipt: Receipt) -> None:
         """The leader has said how far a stop is."""
         stop_id = receipt["stop_id"]
-        self._sent.pop(stop_id, None)
         self._receipts[stop_id] = receipt
         self._receipts.move_to_end(stop_id)
         if len(self._receipts) > KEEP_MAX:
@@ -64,11 +60,9 @@ class FrontStops:
 
     def epoch_ended(self, epoch: int) -> None:
         """Everything that the epoch had to stop is stopped, by its end."""
-        for stop_id, entry in self._sent.items():
-            if entry in self._held:
-                continue
-            self._ended[stop_id] = _blank(entry, self._group, epoch)
-        self._sent = {entry["stop_id"]: entry for entry in self._held}
+        for stop_id, entry in self._entries.items():
+            if stop_id not in self._receipts and stop_id not in self._held:
+                self._ended[stop_id] = _blank(entry, self._group, epoch)
         for stop_id, receipt in self._receipts.items():
             if receipt["status"] not in TERMINAL:
                 self._ended[stop_id] = receipt
@@ -86,7 +80,7 @@ class FrontStops:
         """Only the link to the leader had broken: what it has to say is asked for again."""
         for stop_id in self._ended:
             if stop_id in self._entries:
-                self._held.append(self._entries[stop_id])
+                self._held[stop_id] = self._entries[stop_id]
         self._ended.clear()
 
     def epoch_formed(self) -> None:

@@ -18,7 +18,7 @@ UNSENT_MAX = 64 * 1024 * 1024
 
 
 class RankProcess:
-    """One life of one rank. ``on_frame`` gets what it sends; ``exited`` is set with its code."""
+    """One life of one rank. ``on_frame`` gets what it sends; ``code`` is set when it has gone."""
 
     def __init__(
         self, rank: int, env: dict[str, str], on_frame: Callable[[RankProcess, Frame], None]

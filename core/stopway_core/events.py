@@ -7,8 +7,20 @@ the leader and its front instead of the uid.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from stopway_core.types import Logprobs, Outcome, Reason, StepResult, Stop, Submission
+
+
+class Mode(StrEnum):
+    """What a group does with its requests; an admin changes it."""
+
+    RUNNING = "running"
+    WAITING = "wait"  # those in the replicas run to their end, the queue stands still
+    FROZEN = "keep"  # nothing is launched; all keep what they hold
+    ABORTED = "abort"  # all were ended when this began; the queue stands still
+    DRAINING = "drain"  # all run to their end, nothing new is taken
+
 
 # --- in ------------------------------------------------------------------------------------
 
@@ -52,7 +64,22 @@ class DrainStarted:
     until: float
 
 
-Event = Submit | StopSignal | Completed | Hit | LeaseLost | DrainStarted
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """The sampling rank has compiled the grammar of a slot, or says why it cannot."""
+
+    slot: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModeChanged:
+    """An admin pauses the group, or resumes it."""
+
+    mode: Mode
+
+
+Event = Submit | StopSignal | Completed | Hit | LeaseLost | DrainStarted | Compiled | ModeChanged
 
 # --- out -----------------------------------------------------------------------------------
 
@@ -89,7 +116,10 @@ class Ended:
     cached_tokens: int
     discarded_tokens: int
     preemptions: int
+    drafted_tokens: int  # proposed and verified, of steps that had completed by then
+    accepted_tokens: int  # of them, those that were right
     queued_at: float
+    ready_at: float  # when its grammar was compiled; as queued when it has none
     admitted_at: float
     first_token_at: float
     ended_at: float

@@ -24,12 +24,14 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import NamedTuple
 
 Holder = tuple[str, int]
 """What owns an edge: (kind, id), with kind one of request, cache, transfer, host, fence."""
 
 BLOCKS = "device_blocks"
+GRAMMARS = "grammar_slots"
 REQUEST = "request"
 CACHE = "cache"
 
@@ -114,6 +116,16 @@ class Pool:
         if not self._idle:
             raise OutOfResources(f"no idle cached resource among {self.total} {self.kind}")
         return next(iter(self._idle))
+
+    def peek(self) -> int:
+        """The resource that is taken next. Raises when none is free."""
+        if not self._free:
+            raise OutOfResources(f"no {self.kind} is free of {self.total}")
+        return self._free[0]
+
+    def next_free(self, count: int) -> list[int]:
+        """The ``count`` free resources that are taken next, as far as there are so many."""
+        return list(islice(self._free, count))
 
     def exclusive(self, holder: Holder) -> int:
         """How many of the holder's resources a drop would make free or idle."""

@@ -1,8 +1,8 @@
 """The life of a request on its leader, as a table. A pair that is not in it is a bug and raises.
 
-    QUEUED --admit--> PREFILLING --token--> DECODING
-      ^                   |                    |
-      +-----preempt-------+-----preempt--------+
+    COMPILING --ready--> QUEUED --admit--> PREFILLING --token--> DECODING
+                           ^                   |                    |
+                           +-----preempt-------+-----preempt--------+
     any but ENDED --end--> ENDED
 
 A stop is a signal and not a state: it ends a request from wherever it is.
@@ -14,6 +14,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
+    COMPILING = "compiling"  # on the leader only; its grammar is not ready yet
     QUEUED = "queued"  # on the leader only; holds nothing
     PREFILLING = "prefilling"  # in every replica; its known tokens are being computed
     DECODING = "decoding"  # each step adds a token
@@ -21,6 +22,7 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
+    READY = "ready"  # its grammar is compiled
     ADMIT = "admit"
     TOKEN = "token"  # the first token since it was admitted
     PREEMPT = "preempt"
@@ -28,6 +30,8 @@ class Event(StrEnum):
 
 
 TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.COMPILING, Event.READY): State.QUEUED,
+    (State.COMPILING, Event.END): State.ENDED,
     (State.QUEUED, Event.ADMIT): State.PREFILLING,
     (State.PREFILLING, Event.TOKEN): State.DECODING,
     (State.PREFILLING, Event.PREEMPT): State.QUEUED,

@@ -10,33 +10,50 @@ state by ``Replica.apply``.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import groupby
 
-from stopway_core import names
+from stopway_core.admission import (
+    REFUSE_DRAIN,
+    capacity_refusal,
+    length_max,
+    refusal,
+    tightest,
+)
 from stopway_core.deadlines import DeadlineHeap
 from stopway_core.events import (
     Accepted,
+    Compiled,
     Completed,
     DrainStarted,
     Ended,
     Event,
     Hit,
     LeaseLost,
+    Mode,
+    ModeChanged,
     Outputs,
     Refused,
     StopSignal,
     Submit,
 )
+from stopway_core.grammars import GrammarBook
 from stopway_core.ledger import Dropped
 from stopway_core.lifecycle import Event as Life
+from stopway_core.marks import Mark, effect_on, is_due
 from stopway_core.policies import POLICIES
-from stopway_core.policy import Candidate, Policy
+from stopway_core.policy import Effect, Order, Policy
 from stopway_core.receipts import Receipt, ReceiptBook
 from stopway_core.replica import Replica, StopApplied, stop_applied
 from stopway_core.requests import Choice, RequestTable
-from stopway_core.turn import Admit, Launch, StopEntry, Turn
+from stopway_core.schedule import Schedule
+from stopway_core.sequence import Seq
+from stopway_core.turn import Sampled, StopEntry, Turn
 from stopway_core.types import (
+    DROPPED,
+    REJECTED,
+    Deadlines,
+    Logprobs,
     Reason,
     StepResult,
     StepWork,
@@ -45,6 +62,7 @@ from stopway_core.types import (
     outcome_of,
 )
 
+NO_DEADLINES = Deadlines()
 DIGEST_EVERY = 64  # turns between two comparisons of the replicas' digests
 
 
@@ -56,10 +74,18 @@ class PlannerConfig:
     eos_ids: frozenset[int] = frozenset()
     max_running: int = 256
     max_waiting: int = 16_384
-    max_batch_tokens: int = 512  # tokens of one step, decodes and prefill chunks together
-    window: int = 1  # steps in flight
+    max_batch_tokens: int = 512  # tokens of the steps in flight, decodes and prefill chunks
+    stages: int = 1  # of the pipeline
+    window: int = 1  # steps in flight; above 1, one stage overlaps steps, several take turns
+    draft_tokens: int = 0  # of one proposal, at most; 0: no drafts
+    deadlines: Deadlines = NO_DEADLINES  # of the service; a request's own can be tighter
     submit_age_s: float = 30.0
     policy: Policy = field(default_factory=lambda: POLICIES["native"])
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one step at most."""
+        return -(-self.max_batch_tokens // self.stages)
 
 
 @dataclass(slots=True)
@@ -80,28 +106,28 @@ class Planner:
         self.replica = replica
         self.receipts = receipts
         self.requests = RequestTable(memory_s=2 * config.submit_age_s)
-        self.draining = False
+        self.mode = Mode.RUNNING
+        self.draining = False  # to leave; a mode can be changed back
+        self.drafted_tokens = 0  # verified by completed steps, delivered or not
+        self.accepted_tokens = 0
         self._drain_until: float | None = None
-        self._waiting: OrderedDict[int, Choice] = OrderedDict()  # by key
-        self._prefilling: dict[int, Choice] = {}  # by rid, in the order of admission
-        self._decoding: dict[int, Choice] = {}
         self._deadlines = DeadlineHeap()
+        self._schedule = Schedule(config, replica, self._deadlines)
+        self._grammars = GrammarBook(replica)
+        self._marked: dict[int, Choice] = {}  # by key: stops that are yet to take effect
         self._next_key = 1
-        self._next_rid = 1
-        # (key, blocks to be had, blocks reserved) with which the head of the queue did not fit.
-        self._stuck: tuple[int, int, int] | None = None
 
     # --- what others may look at ---------------------------------------------------------
 
     @property
     def running(self) -> int:
         """Sequences in the replicas."""
-        return len(self._prefilling) + len(self._decoding)
+        return self._schedule.running
 
     @property
     def waiting(self) -> int:
-        """Sequences in the queue."""
-        return len(self._waiting)
+        """Sequences that are not in the replicas: queued, or waiting for a grammar or a sibling."""
+        return len(self.requests.by_key) - self._schedule.running
 
     @property
     def drained(self) -> bool:
@@ -128,24 +154,58 @@ class Planner:
         composing = _Composing(turn, Outputs())
         self._results(now, [e.result for e in events if isinstance(e, Completed)], composing)
         for event in events:
-            if isinstance(event, StopSignal):
-                self._stop(now, event.stop, composing)
-            elif isinstance(event, LeaseLost):
-                self._lease_lost(now, event, composing)
-            elif isinstance(event, DrainStarted):
-                self.draining = True
-                self._drain_until = event.until
+            if isinstance(event, Compiled):
+                self._compiled(now, event, composing)
+        fifo = self.config.policy.order is Order.FIFO
+        for event in () if fifo else events:
+            self._signal(now, event, composing)
         for event in events:
             if isinstance(event, Hit):
                 self._hit(now, event, composing)
         self._expire(now, composing)
-        self._submissions(now, events, composing)
+        if fifo:
+            for event in events:
+                if isinstance(event, Submit):
+                    self._submit(now, event.submission, composing)
+                else:
+                    self._signal(now, event, composing)
+        else:
+            self._submissions(now, events, composing)
+        self._sweep(now, composing)
         work = self._plan(now, composing)
-        if turn.empty and composing.outputs.empty:
+        if turn.empty and composing.outputs.empty and not composing.marks:
             return None
         stops = self._close_stops(composing)
         self.replica.close(turn.number)
         return Planned(turn, work, stops, composing.outputs)
+
+    def _signal(self, now: float, event: Event, composing: _Composing) -> None:
+        """What ends requests, or changes what may run, from outside."""
+        if isinstance(event, StopSignal):
+            self._stop(now, event.stop, composing)
+        elif isinstance(event, LeaseLost):
+            self._lease_lost(now, event, composing)
+        elif isinstance(event, DrainStarted):
+            self.draining = True
+            self._drain_until = event.until
+        elif isinstance(event, ModeChanged):
+            self.mode = event.mode
+            if event.mode is Mode.ABORTED:
+                self._end_all(now, Reason.ADMIN, composing)
+
+    def _plan(self, now: float, composing: _Composing) -> StepWork | None:
+        mode = self.mode
+        if mode is Mode.FROZEN:
+            return None
+        work = self._schedule.plan(
+            now,
+            composing.turn,
+            admits=mode in (Mode.RUNNING, Mode.DRAINING),
+            started=mode is Mode.WAITING,
+        )
+        for choice in self._schedule.victims:
+            self._end(now, choice, Reason.PREEMPTED, composing)
+        return work
 
     # --- results -------------------------------------------------------------------------
 
@@ -155,37 +215,101 @@ class Planner:
         All results come before all ends, in the turn as here, so that every replica sees the same
         requests alive while it confirms the steps.
         """
-        outputs = composing.outputs
-        ending: dict[int, tuple[Choice, Reason, int]] = {}  # rid -> (.., .., tokens kept)
+        ending: dict[int, _Ending] = {}  # by key
         for result in results:
-            composing.turn.results.append((result.step, result.tokens))
-            logprobs = result.logprobs
-            for index, (seq, token) in enumerate(self.replica.results(result.step, result.tokens)):
-                if not seq.live or seq.rid in ending:
-                    continue  # its end counts this token as discarded
-                choice = self._decoding.get(seq.rid)
-                if choice is None:
-                    choice = self._first_token(now, seq.rid)
-                outputs.keys.append(choice.key)
-                outputs.tokens.append(token)
-                outputs.logprobs.append(logprobs[index] if logprobs else None)
-                length = len(seq.tokens)
-                produced = length - choice.prompt_len
-                if token in choice.enders and produced >= choice.params.min_tokens:
-                    ending[seq.rid] = (choice, Reason.EOS, produced)
-                elif length >= choice.length_max:
-                    ending[seq.rid] = (choice, Reason.LENGTH, produced)
-        for choice, reason, keep in ending.values():
-            self._end(now, choice, reason, composing, keep=keep)
+            sampled = Sampled(result.step, result.tokens, result.counts)
+            composing.turn.results.append(sampled)
+            at = 0
+            for seq, samples, tokens in self.replica.results(sampled):
+                choice = self._whose(now, seq, samples, tokens)
+                if choice is not None and choice.key not in ending:
+                    found = self._deliver(choice, tokens, result.logprobs, at, composing.outputs)
+                    if found is not None:
+                        ending[choice.key] = found
+                at += len(tokens)
+        for end in ending.values():
+            self._end(now, end.choice, end.reason, composing, keep=end.keep, message=end.message)
+
+    def _whose(self, now: float, seq: Seq, samples: int, tokens: list[int]) -> Choice | None:
+        """Whom a row's tokens are for; ``None`` when its end counts them as discarded."""
+        schedule = self._schedule
+        if samples > 1 and tokens[-1] != DROPPED:
+            self.drafted_tokens += samples - 1
+            self.accepted_tokens += len(tokens) - 1
+        choice = schedule.decoding.get(seq.rid)
+        if choice is None and seq.live:
+            choice = self._first_token(now, seq.rid)
+        elif choice is None:
+            choice = schedule.stale.get(seq.rid)
+            if choice is None or tokens[-1] < 0:
+                return None
+            # What was in flight at a preemption need not be computed again.
+            choice.wasted_tokens -= 1
+            choice.tokens.extend(tokens)
+            self._has_token(now, choice)
+        if samples > 1:
+            choice.drafted_tokens += samples - 1
+            choice.accepted_tokens += len(tokens) - 1
+            if choice.drafter is not None:
+                choice.drafter.verified(samples - 1, len(tokens) - 1)
+        return choice
 
     def _first_token(self, now: float, rid: int) -> Choice:
-        choice = self._prefilling.pop(rid)
+        choice = self._schedule.first_token(rid)
         choice.move(Life.TOKEN)
-        self._decoding[rid] = choice
+        self._has_token(now, choice)
+        return choice
+
+    def _has_token(self, now: float, choice: Choice) -> None:
         if not choice.first_token_at:
             choice.first_token_at = now
             self._deadlines.met_first_token(choice.key)
-        return choice
+
+    def _deliver(
+        self,
+        choice: Choice,
+        tokens: list[int],
+        logprobs: list[Logprobs | None],
+        at: int,
+        outputs: Outputs,
+    ) -> _Ending | None:
+        """Pass on ``tokens``, which its sequence has already; say whether they end it."""
+        rejected = tokens[-1] == REJECTED
+        if rejected:
+            tokens = tokens[:-1]
+        mark = choice.mark
+        silent = mark is not None and mark.keep is not None
+        produced = choice.output_len - len(tokens)
+        for index, token in enumerate(tokens):
+            produced += 1
+            if not silent:
+                outputs.keys.append(choice.key)
+                outputs.tokens.append(token)
+                outputs.logprobs.append(logprobs[at + index] if logprobs else None)
+            if token in choice.enders and produced >= choice.params.min_tokens:
+                reason = Reason.GRAMMAR_END if choice.submission.grammar else Reason.EOS
+                return _Ending(choice, reason, produced)
+        if len(choice.tokens) >= choice.length_max:
+            return _Ending(choice, Reason.LENGTH, produced)
+        if rejected:
+            message = "the grammar allows no token that the model could go on with"
+            return _Ending(choice, Reason.ENGINE_ERROR, produced, message)
+        return None
+
+    def _compiled(self, now: float, event: Compiled, composing: _Composing) -> None:
+        """A grammar is ready, or it never will be: for all who wait for it."""
+        if event.error:
+            for choice in self._grammars.failed(event.slot, composing.turn):
+                message = f"the grammar cannot be compiled: {event.error}"
+                self._end(now, choice, Reason.BAD_INPUT, composing, message=message)
+            return
+        choices = self._grammars.compiled(event.slot, composing.turn)
+        for _, group in groupby(choices, key=lambda choice: choice.submission.uid):
+            ready = list(group)
+            for choice in ready:
+                choice.move(Life.READY)
+                choice.ready_at = now
+            self._schedule.queue(ready)
 
     # --- ends ----------------------------------------------------------------------------
 
@@ -203,6 +327,10 @@ class Planner:
 
         Returns (rid, or 0 when it held nothing; tokens discarded).
         """
+        mark = choice.mark
+        if mark is not None:  # its stop came first, whatever ends it now
+            self._unmark(choice, mark, composing)
+            reason, keep = mark.reason, mark.keep
         rid = choice.rid if choice.seq is not None else 0
         discarded = choice.wasted_tokens
         if choice.seq is not None:
@@ -210,11 +338,10 @@ class Planner:
             choice.cached_tokens = max(choice.cached_tokens, choice.seq.cached_tokens)
             composing.drops[rid] = self.replica.end(rid)
             composing.turn.ends.append(rid)
-            self._prefilling.pop(rid, None)
-            self._decoding.pop(rid, None)
             choice.seq = None
-        else:
-            self._waiting.pop(choice.key, None)
+        self._schedule.leave(choice)
+        if choice.submission.grammar:
+            self._grammars.leave(choice, composing.turn)
         produced = choice.output_len
         keep = produced if keep is None else min(keep, produced)
         discarded += produced - keep
@@ -229,12 +356,15 @@ class Planner:
                 index=choice.index,
                 outcome=outcome,
                 reason=reason,
-                prompt_tokens=choice.prompt_len,
+                prompt_tokens=len(choice.submission.prompt),
                 keep=keep,
                 cached_tokens=choice.cached_tokens,
                 discarded_tokens=discarded,
                 preemptions=choice.preemptions,
+                drafted_tokens=choice.drafted_tokens,
+                accepted_tokens=choice.accepted_tokens,
                 queued_at=choice.queued_at,
+                ready_at=choice.ready_at,
                 admitted_at=choice.admitted_at,
                 first_token_at=choice.first_token_at,
                 ended_at=now,
@@ -248,6 +378,10 @@ class Planner:
         choice = self.requests.by_key.get(hit.key)
         if choice is not None:
             self._end(now, choice, Reason.STOP_STRING, composing, keep=hit.keep)
+
+    def _end_all(self, now: float, reason: Reason, composing: _Composing) -> None:
+        for choice in list(self.requests.by_key.values()):
+            self._end(now, choice, reason, composing)
 
     # --- stops ---------------------------------------------------------------------------
 
@@ -266,7 +400,9 @@ class Planner:
 
     def _lease_lost(self, now: float, event: LeaseLost, composing: _Composing) -> None:
         for choice in self.requests.of_gateway(event.gateway):
-            self._end(now, choice, Reason.CLIENT_DISCONNECT, composing)
+            reason = Reason.CLIENT_DISCONNECT
+            if choice.mark is None and self._mark(choice, reason, composing) is None:
+                self._end(now, choice, reason, composing)
 
     def _stop_uid(
         self,
@@ -305,10 +441,64 @@ class Planner:
         composing: _Composing,
     ) -> None:
         receipt.matched(choice.uid, outcome_of(stop.reason).value)
+        mark = choice.mark or self._mark(choice, stop.reason, composing)
+        if mark is not None:
+            mark.stops.append(stop)
+            receipt.marked += 1
+            return
         rid, discarded = self._end(now, choice, stop.reason, composing)
         receipt.tokens_discarded += discarded
         if rid:
             entry.rids.append(rid)
+
+    # --- stops that take effect later -----------------------------------------------------
+
+    def _mark(self, choice: Choice, reason: Reason, composing: _Composing) -> Mark | None:
+        """Note that a request is to end when its policy says so; ``None``: at once."""
+        policy, replica = self.config.policy, self.replica
+        effect = effect_on(policy.effects, choice)
+        if effect is Effect.AT_ONCE:
+            return None
+        if effect is Effect.ONE_TOKEN:
+            self._grammars.leave(choice, composing.turn)
+            choice.grammar = 0
+            choice.tokens = choice.tokens[:1]
+            choice.prompt_len = 1
+            choice.move(Life.READY)
+            self._schedule.queue([choice])
+        seq = choice.seq
+        flying = seq is not None and seq.last_step > replica.processed
+        choice.mark = Mark(
+            effect,
+            reason,
+            None if policy.delivers_marked else choice.output_len,
+            replica.turn + 1,
+            replica.step,
+            seq.last_step if seq is not None and flying else 0,
+        )
+        self._marked[choice.key] = choice
+        composing.marks = True
+        return choice.mark
+
+    def _unmark(self, choice: Choice, mark: Mark, composing: _Composing) -> None:
+        choice.mark = None
+        del self._marked[choice.key]
+        for stop in mark.stops:
+            self.receipts.open(stop).marked -= 1
+            entry = composing.entry(stop)
+            if choice.seq is not None:
+                entry.rids.append(choice.rid)
+
+    def _sweep(self, now: float, composing: _Composing) -> None:
+        """End whom a stop has found and who can end now."""
+        frozen = self.mode is Mode.FROZEN  # no step will come to wait for
+        for choice in list(self._marked.values()):
+            mark = choice.mark
+            assert mark is not None
+            if frozen or is_due(mark, choice, self.replica, composing.turn.number):
+                _, discarded = self._end(now, choice, mark.reason, composing)
+                if mark.stops:
+                    self.receipts.open(mark.stops[0]).tokens_discarded += discarded
 
     def _close_stops(self, composing: _Composing) -> list[StopApplied]:
         applied = []
@@ -328,8 +518,7 @@ class Planner:
                 continue
             self._end(now, choice, reason, composing)
         if self._drain_until is not None and now >= self._drain_until:
-            for choice in list(self.requests.by_key.values()):
-                self._end(now, choice, Reason.DRAIN, composing)
+            self._end_all(now, Reason.DRAIN, composing)
         self.requests.expire(now)
 
     # --- admission -----------------------------------------------------------------------
@@ -360,23 +549,35 @@ class Planner:
         if refused is not None:
             composing.outputs.refused.append(refused)
             return
-        length_max = self._length_max(submission)
+        config = self.config
+        longest = length_max(submission, config.max_model_len, self.replica)
         keys = range(self._next_key, self._next_key + submission.choices)
         self._next_key += submission.choices
-        choices = [
-            Choice(key, submission, index, now, length_max) for index, key in enumerate(keys)
-        ]
+        choices = [Choice(key, submission, index, now, longest) for index, key in enumerate(keys)]
         params = submission.params
         enders = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            enders |= self.config.eos_ids
+        if submission.grammar or not params.ignore_eos:
+            enders |= config.eos_ids
+        deadlines = tightest(submission.deadlines, config.deadlines)
+        ready = True
         for choice in choices:
             choice.enders = enders
-            self._waiting[choice.key] = choice
-            self._deadlines.add(choice.key, now, submission.deadlines)
+            self._deadlines.add(choice.key, now, deadlines)
+            if submission.grammar:
+                ready = self._grammars.join(choice, composing.turn)
+                if ready:
+                    choice.move(Life.READY)
+                    choice.ready_at = now
         self.requests.add(choices)
+        if ready:
+            self._schedule.queue(choices)
         composing.outputs.accepted.append(Accepted(submission.uid, tuple(keys)))
+        self._bury_born(now, choices, composing)
+
+    def _bury_born(self, now: float, choices: list[Choice], composing: _Composing) -> None:
+        """Stop at once what a stop that came before it has named."""
         for choice in choices:
+            submission = choice.submission
             for uid in dict.fromkeys((submission.uid, choice.uid)):
                 stop = self.requests.tombstone(uid, submission.tenant)
                 if stop is not None:
@@ -387,207 +588,22 @@ class Planner:
 
     def _refusal(self, now: float, submission: Submission) -> Refused | None:
         """Why a submission can't be queued, before anything is computed for it."""
-        config = self.config
-        uid = submission.uid
-        prompt = len(submission.prompt)
-        if self.draining:
-            return Refused(uid, 503, "drain", "this group is draining; send the request again")
-        if now - submission.minted_at > config.submit_age_s:
-            return Refused(
-                uid,
-                503,
-                "attempt_expired",
-                f"this attempt was made {now - submission.minted_at:.0f} s ago; the bound is "
-                f"{config.submit_age_s:.0f} s. Check the clocks, then send the request again",
-            )
-        if uid in self.requests or self.requests.finished(uid) is not None:
-            return Refused(uid, 409, "duplicate", f"request {uid} is known here already")
-        if submission.choices > 1 and any(
-            names.child_uid(uid, index) in self.requests for index in range(submission.choices)
-        ):
-            return Refused(uid, 409, "duplicate", f"a choice of {uid} is known here already")
-        if prompt < 1:
-            return Refused(uid, 400, "empty_prompt", "the prompt has no tokens")
-        if prompt >= config.max_model_len:
-            return Refused(
-                uid,
-                400,
-                "context_length_exceeded",
-                f"the prompt has {prompt} tokens and the model's context is "
-                f"{config.max_model_len}; at least one must be left for the answer",
-            )
-        total = self.replica.ledger.blocks.total
-        needed = self.replica.blocks_of(prompt + 1)
-        if needed > total:
-            return Refused(
-                uid,
-                400,
-                "kv_capacity_exceeded",
-                f"the prompt needs {needed} KV blocks and this group has {total}; shorten it to "
-                f"at most {total * self.replica.block_size - 1} tokens",
-            )
-        if len(self._waiting) + submission.choices > config.max_waiting:
-            return Refused(
-                uid, 429, "queue_full", f"{len(self._waiting)} requests are waiting; try later"
-            )
-        return None
+        refused = refusal(now, submission, self.config, self.requests)
+        if refused is None and (self.draining or self.mode is Mode.DRAINING):
+            refused = Refused(submission.uid, 503, "drain", REFUSE_DRAIN)
+        return refused or capacity_refusal(
+            submission, self.replica, self.waiting, self.config.max_waiting
+        )
 
-    def _length_max(self, submission: Submission) -> int:
-        """Tokens at which a choice ends: what it asked for, the context, or all the blocks."""
-        capacity = self.replica.ledger.blocks.total * self.replica.block_size
-        asked = len(submission.prompt) + submission.params.max_tokens
-        return min(asked, self.config.max_model_len, capacity)
 
-    # --- plan ----------------------------------------------------------------------------
+@dataclass(slots=True)
+class _Ending:
+    """What a result does to a request: it ends with ``keep`` output tokens (None: all)."""
 
-    def _plan(self, now: float, composing: _Composing) -> StepWork | None:
-        replica = self.replica
-        if len(replica.in_flight) >= self.config.window:
-            return None
-        growth = self._make_room(composing)
-        decode = [
-            rid
-            for rid, choice in self._decoding.items()
-            if choice.seq is not None and not choice.seq.pending
-        ]
-        del decode[self.config.max_batch_tokens :]  # the others are in the next step
-        budget = self.config.max_batch_tokens - len(decode)
-        prefill: list[int] = []
-        counts: list[int] = []
-        for rid, choice in self._prefilling.items():
-            seq = choice.seq
-            assert seq is not None
-            left = len(seq.tokens) - seq.launched
-            if left and budget > 0:
-                prefill.append(rid)
-                counts.append(min(left, budget))
-                budget -= counts[-1]
-        while budget > 0 and self._waiting and self.running < self.config.max_running:
-            admitted = self._admit_head(now, growth, composing)
-            if admitted is None:
-                break
-            rid, left = admitted
-            prefill.append(rid)
-            counts.append(min(left, budget))
-            budget -= counts[-1]
-        if not decode and not prefill:
-            return None
-        launch = Launch(replica.step + 1, decode, prefill, counts)
-        composing.turn.launch = launch
-        return replica.launch(launch)
-
-    def _admit_head(self, now: float, growth: int, composing: _Composing) -> tuple[int, int] | None:
-        """Admit the head of the queue if it fits beside the ``growth`` blocks that decoding needs.
-
-        Returns (rid, tokens to compute).
-        """
-        key, choice = next(iter(self._waiting.items()))
-        replica = self.replica
-        pool = replica.ledger.blocks
-        there = pool.free + pool.idle
-        # Leave those who run a block each to grow into, or they preempt whom we admit.
-        reserve = max(growth, min(self.running, pool.total // 16))
-        if self._stuck == (key, there, reserve):
-            return None
-        wanted, there_unshared = replica.room_for(choice.tokens, choice.submission.salt)
-        if wanted + reserve > there_unshared:
-            self._stuck = (key, there, reserve)
-            return None
-        self._stuck = None
-        del self._waiting[key]
-        rid = self._next_rid
-        self._next_rid += 1
-        submission = choice.submission
-        admit = Admit(rid, choice.tokens, choice.prompt_len, choice.params, submission.salt)
-        seq = replica.admit(admit)
-        composing.turn.admits.append(admit)
-        choice.rid, choice.seq = rid, seq
-        choice.move(Life.ADMIT)
-        choice.admitted_at = choice.admitted_at or now
-        if not choice.preemptions:
-            choice.cached_tokens = seq.cached_tokens
-        self._deadlines.met_queue(choice.key)
-        self._prefilling[rid] = choice
-        return rid, len(seq.tokens) - seq.launched
-
-    def _make_room(self, composing: _Composing) -> int:
-        """Preempt until every decoding request can have the block that its next token needs.
-
-        Returns how many need one.
-        """
-        replica = self.replica
-        pool = replica.ledger.blocks
-        size = replica.block_size
-        short = 0
-        for choice in self._decoding.values():
-            seq = choice.seq
-            assert seq is not None
-            if len(seq.tokens) > len(seq.blocks) * size:
-                short += 1
-        growth = short
-        short -= pool.free + pool.idle
-        while short > 0:
-            candidates = self._candidates()
-            victim = self.config.policy.victim(candidates, short)
-            if victim is None:
-                # Nobody's going frees a block (all is shared): the youngest at least wants none
-                # any more. The oldest alone always fits, since its length is bounded.
-                victim = max(candidates, key=lambda c: c.arrival)
-            chosen = self._decoding.get(victim.rid) or self._prefilling[victim.rid]
-            seq = chosen.seq
-            assert seq is not None
-            needed = int(len(seq.tokens) > len(seq.blocks) * size)
-            growth -= needed
-            short -= needed
-            before = pool.free + pool.idle
-            self._preempt(chosen, composing)
-            short -= pool.free + pool.idle - before
-        return growth
-
-    def _candidates(self) -> list[Candidate]:
-        """Whom a policy may preempt: all but the oldest, so that somebody always gets on."""
-        pool = self.replica.ledger.blocks
-        size = self.replica.block_size
-        running = [*self._decoding.values(), *self._prefilling.values()]
-        oldest = min(choice.arrival for choice in running)
-        candidates = []
-        for choice in running:
-            seq = choice.seq
-            assert seq is not None
-            if choice.arrival == oldest:
-                continue
-            frees = pool.exclusive(seq.holder)
-            shared = (len(seq.blocks) - frees) * size
-            candidates.append(
-                Candidate(
-                    rid=choice.rid,
-                    arrival=choice.arrival,
-                    output_len=choice.output_len,
-                    prompt_len=choice.prompt_len,
-                    recompute=max(0, seq.launched - shared),
-                    frees=frees,
-                )
-            )
-        return candidates
-
-    def _preempt(self, choice: Choice, composing: _Composing) -> Dropped:
-        seq = choice.seq
-        assert seq is not None
-        composing.turn.preempts.append(choice.rid)
-        choice.wasted_tokens += seq.pending
-        choice.cached_tokens = max(choice.cached_tokens, seq.cached_tokens)
-        dropped = self.replica.preempt(choice.rid)
-        self._decoding.pop(choice.rid, None)
-        self._prefilling.pop(choice.rid, None)
-        choice.seq = None
-        choice.preemptions += 1
-        choice.move(Life.PREEMPT)
-        # A list of its own: a step in flight may still append to nobody's, but read the old one.
-        choice.tokens = list(choice.tokens)
-        self._waiting[choice.key] = choice
-        self._waiting.move_to_end(choice.key, last=False)
-        self._stuck = None
-        return dropped
+    choice: Choice
+    reason: Reason
+    keep: int | None
+    message: str = ""
 
 
 @dataclass(slots=True)
@@ -598,6 +614,7 @@ class _Composing:
     outputs: Outputs
     drops: dict[int, tuple[Dropped, int]] = field(default_factory=dict)
     entries: dict[str, StopEntry] = field(default_factory=dict)  # those of the turn, by stop id
+    marks: bool = False  # somebody is to end in a later turn, which this one must come before
 
     def entry(self, stop: Stop) -> StopEntry:
         """The entry of ``stop`` in this turn, made when there is none yet."""

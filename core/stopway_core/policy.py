@@ -1,12 +1,13 @@
 """What a policy may choose. A policy decides, the ledger moves.
 
-A strategy exists only where policies differ.
+A strategy exists only where policies differ; each policy is one frozen value in ``policies/``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +20,65 @@ class Candidate:
     prompt_len: int
     recompute: int  # tokens whose KV would have to be computed again
     frees: int  # blocks that nobody else holds
+    priority: int = 0  # smaller goes first
 
 
 Victim = Callable[[Sequence[Candidate], int], Candidate | None]
 """(candidates, blocks short) -> whom to preempt, or None when nobody's going would help."""
+
+
+class Detection(StrEnum):
+    """How the front end learns that a client has left."""
+
+    EVENT = "event"  # the connection's end wakes somebody
+    GRACE_2S = "grace_2s"  # a background task, after two seconds
+    POLL_1HZ = "poll_1hz"  # asked once a second
+
+
+class Order(StrEnum):
+    """Where a stop stands among what has come for a turn."""
+
+    FRONT = "front"  # before everything
+    BOTH = "both"  # at once, and again in its place: applied once
+    FIFO = "fifo"  # behind the requests that came before it
+
+
+class Effect(StrEnum):
+    """When a stop takes effect on a request that it finds in some place."""
+
+    AT_ONCE = "at_once"  # in the turn that it comes in
+    NEXT_RESULT = "next_result"  # after the step in flight, or one more when there is none
+    QUIET = "quiet"  # tried again in each turn until no step in flight has the request
+    NEXT_SCHEDULE = "next_schedule"  # marked, and swept when the next step is planned
+    ONE_TOKEN = "one_token"  # it becomes a prefill of one token, which ends it
+    PREFILLED = "prefilled"  # when its prompt has been computed
+
+
+class Requeue(StrEnum):
+    """Where a preempted request goes."""
+
+    FRONT = "front"
+    TAIL = "tail"
+
+
+class Reserve(StrEnum):
+    """How many blocks must be left for those who run when another is admitted."""
+
+    NONE = "none"
+    BLOCK_EACH = "block_each"  # one for each to grow into, up to a sixteenth of all
+    RATIO = "ratio"  # a share of what they may still generate; it adapts
+    WHOLE = "whole"  # all that they may still need, so that nobody is ever preempted
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """``Effect`` by the place in which a stop finds a request."""
+
+    compiling: Effect = Effect.AT_ONCE
+    queued: Effect = Effect.AT_ONCE
+    preempted: Effect = Effect.AT_ONCE
+    prefilling: Effect = Effect.AT_ONCE
+    decoding: Effect = Effect.AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +87,13 @@ class Policy:
 
     name: str
     victim: Victim
+    detection: Detection = Detection.EVENT
+    order: Order = Order.FRONT
+    effects: Effects = Effects()
+    delivers_marked: bool = False  # tokens that come between a stop and its effect are delivered
+    delivers_preempted: bool = True  # so is the token that was in flight at a preemption
+    fenced: bool = True  # off-queue use waits for the last step launched over a block
+    requeue: Requeue = Requeue.FRONT
+    reserve: Reserve = Reserve.BLOCK_EACH
+    evicts_on_preempt: int = 0  # steps for which those left find blocks: so much cache goes
+    ends_constrained: bool = False  # a preempted request with a grammar ends

@@ -33,21 +33,23 @@ class PrefixCache:
             root = self._roots[salt] = self._number()
         return root
 
-    def match(self, salt: str, tokens: list[int], limit: int) -> tuple[list[int], int]:
+    def match(self, salt: str, tokens: list[int], limit: int) -> tuple[list[int], list[int]]:
         """The longest cached prefix of ``tokens[:limit]``, in whole blocks.
 
-        Returns the blocks, first to last, and the entry that the next block follows.
+        Returns the blocks, first to last, and the root with the entry of each block after it.
         """
         size = self._block_size
         entry = self.root(salt)
+        entries = [entry]
         blocks: list[int] = []
         for start in range(0, limit - size + 1, size):
             found = self._entries.get((entry, tuple(tokens[start : start + size])))
             if found is None:
                 break
             entry = found[0]
+            entries.append(entry)
             blocks.append(found[1])
-        return blocks, entry
+        return blocks, entries
 
     def insert(self, entry: int, tokens: tuple[int, ...], block: int) -> int:
         """Cache a sealed block that follows ``entry``; returns its entry for the block after it.

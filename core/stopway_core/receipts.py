@@ -56,6 +56,7 @@ class Receipt:
     turn_effective: int | None = None
     turn_latest: int = 0  # a stop that came before its request takes effect twice
     drain_step: int = 0
+    marked: int = 0  # of the requests, those on which it has yet to take effect
     tokens_discarded: int = 0
     dropped: Dropped = field(default_factory=Dropped)
     epoch_ended: bool = False
@@ -176,6 +177,8 @@ class ReceiptBook:
             late = receipt.drain_step and executed_at > part.stopped_at
             part.reclaimed_at = executed_at if late else part.stopped_at
         status = receipt.status
+        if receipt.marked:
+            return
         if all(p.reclaimed_at is not None for p in receipt.parts):
             status = StopStatus.RECLAIMED
             del self._open[stop_id]
@@ -202,6 +205,8 @@ class ReceiptBook:
         if receipt.stop_id not in self._open:
             return []
         pending = []
+        if receipt.marked:
+            pending.append(f"{receipt.marked} requests that the policy has yet to end")
         for info, part in zip(self.ranks, receipt.parts, strict=True):
             if part.stopped_at is None:
                 pending.append(f"rank {info.rank}: turn {receipt.turn_latest}")

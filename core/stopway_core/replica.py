@@ -12,62 +12,41 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stopway_core.ledger import BLOCKS, REQUEST, Dropped, Holder, Ledger, LedgerError
+from stopway_core.ledger import (
+    BLOCKS,
+    CACHE,
+    GRAMMARS,
+    Dropped,
+    Ledger,
+)
 from stopway_core.prefix import PrefixCache
-from stopway_core.turn import Admit, Launch, Turn
-from stopway_core.types import RowWork, SamplingParams, StepWork
+from stopway_core.proof import check, snapshot
+from stopway_core.sequence import Seq
+from stopway_core.turn import Admit, Launch, Sampled, Turn
+from stopway_core.types import (
+    DROPPED,
+    NO_SOURCE,
+    REJECTED,
+    RowWork,
+    StepWork,
+)
 
 _DIGEST_PRIME = 0x100000001B3  # FNV-1a's, 64 bits
 _DIGEST_MASK = (1 << 64) - 1
+COMPILE = "compile"  # holds a grammar's slot until the sampling rank has reported
 
 
 class ReplicaError(AssertionError):
     """A turn that this replica cannot apply: the epoch must end."""
 
 
-class Seq:
-    """A running request. ``tokens`` and ``blocks`` are append-only: exec threads read prefixes."""
-
-    __slots__ = (
-        "blocks",
-        "cached_tokens",
-        "chain",
-        "confirmed",
-        "holder",
-        "last_step",
-        "launched",
-        "live",
-        "params",
-        "pending",
-        "prompt_len",
-        "rid",
-        "sealed",
-        "tokens",
-    )
-
-    def __init__(self, admit: Admit) -> None:
-        self.rid = admit.rid
-        self.tokens = admit.tokens
-        self.prompt_len = admit.prompt_len
-        self.params: SamplingParams = admit.params
-        self.holder: Holder = (REQUEST, admit.rid)
-        self.blocks: list[int] = []
-        self.cached_tokens = 0  # found in the prefix cache at admission
-        self.launched = 0  # positions whose KV is written or being written
-        self.confirmed = 0  # positions whose KV is written by completed steps
-        self.sealed = 0  # blocks that are sealed, from the front
-        self.chain = 0  # cache entry of the last sealed block
-        self.last_step = 0
-        self.pending = 0  # samples of steps in flight
-        self.live = True
-
-
 @dataclass(slots=True)
 class _InFlight:
-    """A launched step until its result is processed: (request, tokens fed, sampled) a row."""
+    """A launched step until its result is processed: (request, tokens fed, samples) a row."""
 
     step: int
-    rows: list[tuple[Seq, int, bool]]
+    tokens: int
+    rows: list[tuple[Seq, int, int]]
 
 
 @dataclass(slots=True)
@@ -92,9 +71,11 @@ class Applied:
 class Replica:
     """Running requests, their blocks and the steps in flight of one rank."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, grammars: int = 32, prefix_cache: bool = True
+    ) -> None:
         self.block_size = block_size
-        self.ledger = Ledger({BLOCKS: num_blocks})
+        self.ledger = Ledger({BLOCKS: num_blocks, GRAMMARS: grammars})
         self.cache = PrefixCache(self.ledger, block_size)
         self.seqs: dict[int, Seq] = {}
         self.in_flight: dict[int, _InFlight] = {}
@@ -103,6 +84,8 @@ class Replica:
         self.processed = 0  # newest whose result is processed
         self.digest = 0xCBF29CE484222325
         self._prefix_cache = prefix_cache
+        self._copies: list[tuple[int, int]] = []  # for the next launch
+        self._left: list[int] = []  # likewise: requests with a grammar that have gone
 
     # --- turns ---------------------------------------------------------------------------
 
@@ -116,13 +99,22 @@ class Replica:
                 f"{turn.digest:#x}, this rank's {self.digest:#x}"
             )
         applied = Applied()
-        for step, tokens in turn.results:
-            self.results(step, tokens)
+        for result in turn.results:
+            self.results(result)
+        for slot in turn.compiled:
+            self.compiled(slot)
         drops: dict[int, tuple[Dropped, int]] = {rid: self.end(rid) for rid in turn.ends}
         for stop in turn.stops:
             applied.stops.append(stop_applied(stop.stop_id, stop.traceparent, stop.rids, drops))
         for rid in turn.preempts:
             self.preempt(rid)
+        if turn.evicts:
+            self.cache.evict(turn.evicts)
+        for slot in turn.forgets:
+            self.forget(slot)
+        for compile in turn.compiles:
+            if self.compile() != compile.slot:
+                raise ReplicaError(f"grammar slot {compile.slot} is not the next that is free")
         for admit in turn.admits:
             self.admit(admit)
         if turn.launch is not None:
@@ -133,57 +125,74 @@ class Replica:
 
     def close(self, number: int) -> None:
         """Finish a turn: from here on it is part of the digest."""
+        if self._copies:
+            raise ReplicaError(f"turn {number} forks a request and launches nothing")
         self.turn = number
         pool = self.ledger.blocks
         self._mix(number)
         self._mix(pool.free)
         self._mix(pool.idle)
+        self._mix(self.ledger.pools[GRAMMARS].free)
         self._mix(len(self.seqs))
 
-    def results(self, step: int, tokens: list[int]) -> list[tuple[Seq, int]]:
+    def results(self, result: Sampled) -> list[tuple[Seq, int, list[int]]]:
         """A step has completed on every rank: confirm what it wrote, append what it sampled.
 
-        Returns (request, token) for each sampled row, whether or not the request still lives; a
-        dead one's token is the caller's to count as discarded.
+        Returns (request, samples, tokens) for each sampling row, whether or not the request still
+        lives; a dead one's tokens are the caller's to count as discarded. The last token may be
+        ``REJECTED``, or ``DROPPED`` of one that is dead or has been rejected.
         """
+        step, tokens, counts = result
         flight = self.in_flight.pop(step, None)
         if flight is None or step <= self.processed:
             raise ReplicaError(f"a result of step {step}, which is not in flight")
         self.processed = step
-        sampled: list[tuple[Seq, int]] = []
+        sampled: list[tuple[Seq, int, list[int]]] = []
         size = self.block_size
-        at = 0
-        for seq, count, sample in flight.rows:
-            confirmed = seq.confirmed + count
-            seq.confirmed = confirmed
-            if sample:
-                token = tokens[at]
-                at += 1
+        row = at = 0
+        for seq, fed, samples in flight.rows:
+            if samples:
+                count = counts[row] if counts else 1
+                kept = tokens[at : at + count]
+                row += 1
+                at += count
+                if not kept or count > samples:
+                    raise ReplicaError(f"step {step}: {count} tokens for {samples} samples")
                 seq.pending -= 1
-                sampled.append((seq, token))
-                if seq.live:
-                    seq.tokens.append(token)
-            if seq.live and confirmed >= (seq.sealed + 1) * size:
+                sampled.append((seq, samples, kept))
+            if not seq.live:
+                continue
+            if samples:
+                if kept[-1] == DROPPED:
+                    if not seq.rejected:
+                        raise ReplicaError(f"step {step} dropped request {seq.rid}, which lives")
+                    continue
+                if kept[-1] == REJECTED:
+                    seq.rejected = True
+                    kept = kept[:-1]
+                if samples > 1:  # drafts: what follows the first wrong one was never written
+                    fed = count
+                    seq.launched = seq.confirmed + fed
+                seq.tokens.extend(kept)
+            seq.confirmed += fed
+            if seq.confirmed >= (seq.sealed + 1) * size:
                 self._seal(seq)
         if at != len(tokens):
-            raise ReplicaError(f"step {step} sampled {at} rows, its result has {len(tokens)}")
+            raise ReplicaError(f"step {step} sampled {at} tokens, its result has {len(tokens)}")
         return sampled
 
     def end(self, rid: int) -> tuple[Dropped, int]:
         """A request leaves for good: what was dropped, and the newest step that it was in."""
-        seq = self.seqs.pop(rid, None)
-        if seq is None:
-            raise ReplicaError(f"request {rid} is to end here, and is not running")
-        seq.live = False
-        # The fence: only now can a block become free, so only now must it know its last step.
-        self.ledger.blocks.launched(seq.blocks, seq.last_step)
-        dropped = self.ledger.drop(seq.holder)
-        self._mix(rid)
-        return dropped, seq.last_step if seq.last_step > self.processed else 0
+        seq = self._take_out(rid)
+        seq.pulse.beats = False
+        return self._drop(seq), seq.last_step if seq.last_step > self.processed else 0
 
     def preempt(self, rid: int) -> Dropped:
-        """A request leaves, to be admitted again later with all the tokens that it has."""
-        return self.end(rid)[0]
+        """A request leaves, to be admitted again later with all the tokens that it has.
+
+        Its rows in flight are computed to their end, since their tokens may be delivered.
+        """
+        return self._drop(self._take_out(rid))
 
     def admit(self, admit: Admit) -> Seq:
         """A request enters: take its cached prefix and blocks for all its known tokens.
@@ -193,13 +202,14 @@ class Replica:
         if admit.rid in self.seqs:
             raise ReplicaError(f"request {admit.rid} is admitted twice")
         seq = Seq(admit)
-        shared, seq.chain = self._match(admit)
-        if shared:
-            self.ledger.blocks.share(seq.holder, shared)
-            seq.blocks.extend(shared)
-            seq.sealed = len(shared)
-            seq.cached_tokens = seq.launched = seq.confirmed = len(shared) * self.block_size
+        if admit.fork:
+            self._fork(seq, admit)
+        else:
+            shared, seq.chain = self._match(admit.tokens, admit.salt)
+            self._share(seq, shared, len(shared) * self.block_size)
         self._grow(seq, len(seq.tokens))
+        if admit.grammar:
+            self.ledger.hold(seq.holder, GRAMMARS, admit.grammar - 1)
         self.seqs[admit.rid] = seq
         return seq
 
@@ -210,66 +220,141 @@ class Replica:
         self.step = step = launch.step
         size = self.block_size
         seqs = self.seqs
-        flight: list[tuple[Seq, int, bool]] = []
+        flight: list[tuple[Seq, int, int]] = []
         rows: list[RowWork] = []
-        for rid in launch.decode:
+        drafts = launch.drafts
+        sampling = 0
+        for index, rid in enumerate(launch.decode):
             seq = seqs[rid]
-            tokens = seq.tokens
+            known = seq.tokens
             start = seq.launched
-            end = start + 1
-            if end != len(tokens):
-                raise ReplicaError(f"request {rid} cannot decode: {len(tokens)} known, {start} run")
+            source = NO_SOURCE
+            if seq.pending:
+                source, fed = seq.source, [0]
+            else:
+                fed = known[start:]
+            # One token may be unknown, not two: what came before it is read from ``history``.
+            if start + 1 != len(known) + seq.pending or seq.pending > 1:
+                raise ReplicaError(
+                    f"request {rid} cannot decode: {len(known)} known, {seq.pending} to come, "
+                    f"{start} run"
+                )
+            if drafts and drafts[index]:
+                if seq.pending:
+                    raise ReplicaError(f"request {rid}: a draft after a token that is not known")
+                fed = fed + drafts[index]
+            count = len(fed)
+            end = start + count
             if end > len(seq.blocks) * size:
                 self._grow(seq, end)
             seq.launched = end
             seq.last_step = step
             seq.pending += 1
-            flight.append((seq, 1, True))
+            seq.source = (step, sampling)
+            sampling += 1
+            flight.append((seq, count, count))
             rows.append(
                 RowWork(
-                    rid, start, tokens[start:], seq.blocks, True, seq.params, tokens, seq.prompt_len
+                    rid,
+                    start,
+                    fed,
+                    seq.blocks,
+                    count,
+                    seq.params,
+                    known,
+                    seq.prompt_len,
+                    source,
+                    seq.grammar,
+                    seq.pulse,
                 )
             )
         for rid, count in zip(launch.prefill, launch.counts, strict=True):
             seq = seqs[rid]
             start = seq.launched
             end = start + count
-            sample = end == len(seq.tokens)
+            samples = int(end == len(seq.tokens))
             if count < 1 or end > len(seq.tokens):
                 raise ReplicaError(f"request {rid}: {count} tokens at {start} of {len(seq.tokens)}")
             self._grow(seq, end)
             seq.launched = end
             seq.last_step = step
-            seq.pending += sample
-            flight.append((seq, count, sample))
+            if samples:
+                seq.pending += 1
+                seq.source = (step, sampling)
+                sampling += 1
+            flight.append((seq, count, samples))
             rows.append(
                 RowWork(
                     rid,
                     start,
                     seq.tokens[start:end],
                     seq.blocks,
-                    sample,
+                    samples,
                     seq.params,
                     seq.tokens,
                     seq.prompt_len,
+                    NO_SOURCE,
+                    seq.grammar,
+                    seq.pulse,
                 )
             )
-        self.in_flight[step] = _InFlight(step, flight)
-        return StepWork(step, rows)
+        self.in_flight[step] = _InFlight(step, launch.tokens, flight)
+        work = StepWork(step, rows, self._copies, self._left)
+        for source_block, _ in self._copies:  # read by this step, whoever holds it by then
+            self.ledger.blocks.launched((source_block,), step)
+        self._copies, self._left = [], []
+        return work
+
+    # --- grammars ------------------------------------------------------------------------
+
+    def compile(self) -> int:
+        """Take a slot for a grammar that is to be compiled, off-queue; returns its number.
+
+        Raises ``OutOfResources`` when there is none.
+        """
+        pool = self.ledger.pools[GRAMMARS]
+        slot = 1 + pool.peek()
+        pool.acquire((COMPILE, slot), 1)
+        return slot
+
+    def compiled(self, slot: int) -> None:
+        """The rank that samples has reported: the slot may be shared, and is cached."""
+        pool = self.ledger.pools[GRAMMARS]
+        pool.seal(slot - 1)
+        pool.hold((CACHE, -slot), slot - 1)  # below zero: apart from the entries of blocks
+        self.ledger.drop((COMPILE, slot))
+
+    def forget(self, slot: int) -> None:
+        """A grammar is not worth its slot any more, or could not be compiled."""
+        self.ledger.drop((COMPILE, slot))
+        self.ledger.drop((CACHE, -slot))
 
     # --- what the planner asks -----------------------------------------------------------
 
-    def room_for(self, tokens: list[int], salt: str) -> tuple[int, int]:
+    def room_for(self, tokens: list[int], salt: str, fork: int = 0) -> tuple[int, int]:
         """(blocks that admitting ``tokens`` would take, blocks that are there to take).
 
         Cached blocks that it would share are in neither number.
         """
-        shared, _ = self._match_tokens(tokens, salt)
         pool = self.ledger.blocks
-        refs = pool.refs
-        idle_shared = sum(1 for b in shared if refs[b] == 1)
+        if fork:
+            shared = self.seqs[fork].blocks[: (len(tokens) - 1) // self.block_size]
+        else:
+            shared, _ = self._match(tokens, salt)
+        refs, cached = pool.refs, pool.cached
+        idle_shared = sum(1 for b in shared if refs[b] == 1 and cached[b])
         wanted = self.blocks_of(len(tokens)) - len(shared)
         return wanted, pool.free + pool.idle - idle_shared
+
+    def can_fork(self, rid: int, prompt_len: int) -> bool:
+        """Whether a request runs here and its prompt has been computed."""
+        seq = self.seqs.get(rid)
+        return seq is not None and seq.confirmed >= prompt_len
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Rows of the forward passes in flight."""
+        return sum(flight.tokens for flight in self.in_flight.values())
 
     def blocks_of(self, tokens: int) -> int:
         """How many blocks ``tokens`` positions need."""
@@ -279,54 +364,42 @@ class Replica:
 
     def check(self) -> None:
         """Raise ``LedgerError`` unless ledger, requests and steps agree. O(everything)."""
-        self.ledger.check()
-        pool = self.ledger.blocks
-        holders = pool.holders()
-        for rid, seq in self.seqs.items():
-            if pool.holds(seq.holder) != seq.blocks:
-                raise LedgerError(f"request {rid}: its block table is not what it holds")
-            if holders.pop(seq.holder, 0) != len(seq.blocks):
-                raise LedgerError(f"request {rid}: holds are not as counted")
-            if len(seq.blocks) * self.block_size < seq.launched:
-                raise LedgerError(f"request {rid} runs beyond its blocks")
-            for index, block in enumerate(seq.blocks):
-                if bool(pool.sealed[block]) != (index < seq.sealed):
-                    raise LedgerError(f"request {rid}: block {block} sealed out of order")
-                if index >= seq.sealed and pool.refs[block] != 1:
-                    raise LedgerError(f"request {rid}: mutable block {block} is shared")
-            if seq.sealed * self.block_size > seq.confirmed or seq.confirmed > seq.launched:
-                raise LedgerError(f"request {rid}: sealed, confirmed and launched out of order")
-        for holder in holders:
-            if holder[0] == REQUEST:
-                raise LedgerError(f"{holder} holds blocks and is not running")
+        check(self)
 
     def snapshot(self) -> Mapping[str, object]:
         """Counts and holders, for people: ``/debug/ledger``."""
-        pool = self.ledger.blocks
-        return {
-            "turn": self.turn,
-            "step": self.step,
-            "in_flight": list(self.in_flight),
-            "digest": f"{self.digest:016x}",
-            "blocks": {
-                "total": pool.total,
-                "free": pool.free,
-                "held": pool.held,
-                "cached": pool.idle,
-                "block_size": self.block_size,
-            },
-            "holders": {f"{kind}:{ident}": n for (kind, ident), n in pool.holders().items()},
-        }
+        return snapshot(self)
 
     # --- inside --------------------------------------------------------------------------
 
-    def _match(self, admit: Admit) -> tuple[list[int], int]:
-        return self._match_tokens(admit.tokens, admit.salt)
-
-    def _match_tokens(self, tokens: list[int], salt: str) -> tuple[list[int], int]:
+    def _match(self, tokens: list[int], salt: str) -> tuple[list[int], list[int]]:
         # The last token is always computed: its logits are what the first sample comes from.
         limit = len(tokens) - 1 if self._prefix_cache else 0
         return self.cache.match(salt, tokens, limit)
+
+    def _share(self, seq: Seq, shared: list[int], tokens: int) -> None:
+        """Start with KV that is there: sealed blocks, and ``tokens`` positions in all."""
+        if shared:
+            self.ledger.blocks.share(seq.holder, shared)
+            seq.blocks.extend(shared)
+            seq.sealed = len(shared)
+        seq.cached_tokens = seq.launched = seq.confirmed = tokens
+
+    def _fork(self, seq: Seq, admit: Admit) -> None:
+        """Share the sealed blocks of a running request; copy the one that both will write.
+
+        Its last prompt token is computed again: the first sample comes from its logits.
+        """
+        source = self.seqs.get(admit.fork)
+        keep = len(seq.tokens) - 1
+        if source is None or source.confirmed <= keep:
+            raise ReplicaError(f"request {admit.rid} cannot be forked from {admit.fork}")
+        full, rest = divmod(keep, self.block_size)
+        seq.chain = source.chain[: full + 1]
+        self._share(seq, source.blocks[:full], keep)
+        if rest:
+            self._grow(seq, keep)
+            self._copies.append((source.blocks[full], seq.blocks[full]))
 
     def _grow(self, seq: Seq, positions: int) -> None:
         wanted = -(-positions // self.block_size) - len(seq.blocks)
@@ -340,6 +413,21 @@ class Replica:
         for block in taken:
             self._mix(block)
 
+    def _take_out(self, rid: int) -> Seq:
+        seq = self.seqs.pop(rid, None)
+        if seq is None:
+            raise ReplicaError(f"request {rid} is to end here, and is not running")
+        seq.live = False
+        if seq.grammar:
+            self._left.append(rid)
+        return seq
+
+    def _drop(self, seq: Seq) -> Dropped:
+        # The fence: only now can a block become free, so only now must it know its last step.
+        self.ledger.blocks.launched(seq.blocks, seq.last_step)
+        self._mix(seq.rid)
+        return self.ledger.drop(seq.holder)
+
     def _seal(self, seq: Seq) -> None:
         size = self.block_size
         pool = self.ledger.blocks
@@ -350,7 +438,7 @@ class Replica:
             seq.sealed += 1
             if self._prefix_cache:
                 run = tuple(seq.tokens[index * size : (index + 1) * size])
-                seq.chain = self.cache.insert(seq.chain, run, block)
+                seq.chain.append(self.cache.insert(seq.chain[-1], run, block))
 
     def _mix(self, value: int) -> None:
         self.digest = ((self.digest ^ value) * _DIGEST_PRIME) & _DIGEST_MASK

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from stopway_core import names
+from stopway_core.drafts import Drafter
 from stopway_core.lifecycle import Event, State, after
-from stopway_core.replica import Seq
-from stopway_core.types import Outcome, SamplingParams, Stop, Submission, Target
+from stopway_core.sequence import Seq
+from stopway_core.types import Outcome, SamplingParams, Stop, Submission, Target, covers
+
+if TYPE_CHECKING:
+    from stopway_core.marks import Mark
 
 V = TypeVar("V")
 
@@ -24,27 +28,40 @@ MEMORY_MAX = 200_000
 def params_of(submission: Submission, index: int) -> SamplingParams:
     """The parameters of one choice: each has a seed of its own, or they would all say the same."""
     params = submission.params
-    return replace(params, seed=(params.seed + index) % (1 << 63)) if index else params
+    if index:
+        params = replace(params, seed=(params.seed + index) % (1 << 63))
+    if submission.grammar and params.min_tokens:
+        params = replace(params, min_tokens=0)  # the grammar alone says when it may end
+    return params
 
 
 class Choice:
     """One choice of one submission, from acceptance to its outcome."""
 
     __slots__ = (
+        "accepted_tokens",
         "admitted_at",
         "arrival",
         "cached_tokens",
+        "drafted_tokens",
+        "drafter",
         "enders",
         "first_token_at",
+        "fork",
+        "grammar",
         "index",
         "key",
         "length_max",
+        "mark",
         "params",
         "preemptions",
+        "priority",
         "prompt_len",
         "queued_at",
+        "ready_at",
         "rid",
         "seq",
+        "stale_step",
         "state",
         "submission",
         "tokens",
@@ -60,7 +77,8 @@ class Choice:
         self.index = index
         many = submission.choices > 1
         self.uid = names.child_uid(submission.uid, index) if many else submission.uid
-        self.state = State.QUEUED
+        self.priority = submission.priority
+        self.state = State.COMPILING if submission.grammar else State.QUEUED
         self.tokens = list(submission.prompt)
         self.prompt_len = len(submission.prompt)
         self.length_max = length_max
@@ -70,11 +88,19 @@ class Choice:
         self.seq: Seq | None = None
         self.arrival = key
         self.queued_at = now
+        self.ready_at = 0.0 if submission.grammar else now
         self.admitted_at = 0.0
         self.first_token_at = 0.0
         self.cached_tokens = 0
         self.preemptions = 0
         self.wasted_tokens = 0  # sampled for it and thrown away by preemptions
+        self.grammar = 0  # slot of its grammar
+        self.fork = 0  # rid of the sibling whose prompt it may share
+        self.mark: Mark | None = None
+        self.stale_step = 0  # newest in flight with it when it was preempted
+        self.drafter: Drafter | None = None
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
 
     @property
     def output_len(self) -> int:
@@ -169,6 +195,8 @@ class RequestTable:
         for choice in list(self.by_key.values()):
             submission = choice.submission
             if not (stop.admin or stop.tenant == submission.tenant):
+                continue
+            if not covers(stop, submission.minted_at):
                 continue
             if (
                 target.everything

@@ -14,6 +14,9 @@ FRONT_PORT = 7311
 HEALTH_PORT = 7312
 GATEWAY_PORT = 8080
 
+DRAFT_TOKENS_MAX = 8
+GRAMMARS_MAX = 1024
+
 
 class TopologyError(ValueError):
     """A spec that describes no service; the message says what to change."""
@@ -21,7 +24,10 @@ class TopologyError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What every pod of every group is told alike. Units are in the names; ``0`` means "choose"."""
+    """What every pod of every group is told alike. Units are in the names; ``0`` means "choose".
+
+    For deadlines and drafts ``0`` means "none".
+    """
 
     model: str = "builtin:smollm2"
     model_name: str = "smollm2-135m-instruct"
@@ -37,6 +43,11 @@ class EngineSettings:
     step_timeout_s: float = 60.0
     submit_age_s: float = 30.0
     drain_s: float = 30.0
+    deadline_queue_s: float = 0.0
+    deadline_first_token_s: float = 0.0
+    deadline_total_s: float = 0.0
+    draft_tokens: int = 0
+    grammars: int = 32
     redis_url: str = ""
     otlp_endpoint: str = ""
     spans_dir: str = ""

@@ -150,12 +150,26 @@ class Stop:
     sequence: int = 0  # of the publisher, so that a gap in the stream is seen
 
 
+SELECTOR_SKEW_S = 2.0  # by which the clocks of two gateways may differ
+
+
+def covers(stop: Stop, minted_at: float) -> bool:
+    """Whether a stop can mean a request that was minted at ``minted_at``: a name means it whenever.
+
+    A selector means what is there when it is issued; kept and sent again later, it must not find
+    others.
+    """
+    return bool(stop.target.uids) or minted_at <= stop.issued_at + SELECTOR_SKEW_S
+
+
 @dataclass(frozen=True, slots=True)
 class Submission:
     """A request as it reaches a leader: tokenized, validated, not yet scheduled.
 
     ``choices`` > 1 makes that many children, uid ``{uid}.{index}``, admitted or refused together.
-    ``salt`` separates the prefix cache of one tenant from another's.
+    ``salt`` separates the prefix cache of one tenant from another's. A smaller ``priority`` goes
+    first. ``grammar`` is what the output must match, as the JSON that a compiler reads (empty:
+    anything); equal texts share one compiled grammar.
     """
 
     uid: str
@@ -165,6 +179,8 @@ class Submission:
     params: SamplingParams
     minted_at: float
     choices: int = 1
+    priority: int = 0
+    grammar: str = ""
     deadlines: Deadlines = Deadlines()
     conversation: str = ""
     salt: str = ""
@@ -172,32 +188,65 @@ class Submission:
     gateway: str = ""
 
 
+class Pulse:
+    """Whether a request still lives: written by the control thread, read by the exec thread."""
+
+    __slots__ = ("beats",)
+
+    def __init__(self) -> None:
+        self.beats = True
+
+
+NO_SOURCE = (0, 0)
+
+REJECTED = -1
+"""In a result, in place of a token: the grammar allows none here."""
+
+DROPPED = -2
+"""In a result, in place of a token: the row left its step, since its request had ended."""
+
+
 @dataclass(slots=True)
 class RowWork:
     """One request's part of one step: the exec thread reads it, only the replica makes it.
 
-    The ``tokens`` fed stand at positions ``start .. start + len(tokens) - 1``. ``blocks`` is the
-    request's block table and ``history`` all its known tokens: both are append-only lists shared
-    with the replica, which leaves them alone after a stop, so reading a prefix of them is safe
-    from another thread.
+    The ``tokens`` fed stand at positions ``start .. start + len(tokens) - 1``; a token is sampled
+    after each of the last ``samples`` of them. With more than one sample all but the first of
+    those are drafts: the result keeps the samples up to the first that its draft differs from.
+    A row with a ``source`` feeds one token, which the sampler has and nobody else yet: sample
+    number ``source[1]`` of step ``source[0]``.
+
+    ``blocks`` is the request's block table and ``history`` all its known tokens: both are
+    append-only lists shared with the replica, which leaves them alone after a stop, so reading a
+    prefix of them is safe from another thread. The tokens before the one at ``start + i`` are
+    ``history[:start] + tokens[:i]``. ``grammar`` is the slot of the compiled one, 0 for none.
     """
 
     rid: int
     start: int
     tokens: list[int]
     blocks: list[int]
-    sample: bool
+    samples: int
     params: SamplingParams
     history: list[int]
     prompt_len: int
+    source: tuple[int, int] = NO_SOURCE
+    grammar: int = 0
+    pulse: Pulse = field(default_factory=Pulse)
 
 
 @dataclass(slots=True)
 class StepWork:
-    """A step as the exec thread runs it. Rows keep their order in the result."""
+    """A step as the exec thread runs it. Rows keep their order in the result.
+
+    ``copies`` are (from, to) blocks to be copied before anything is computed. ``left`` are
+    requests with a grammar that have ended since the step before.
+    """
 
     step: int
     rows: list[RowWork]
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -214,11 +263,14 @@ class Logprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the sampling rank found: one token for each row of the step with ``sample`` set.
+    """What the sampling rank found for the rows with samples, in their order.
 
-    ``logprobs`` is empty, or parallel to ``tokens`` with ``None`` where none were asked for.
+    ``counts[i]`` tokens for row i; empty ``counts`` is one for each. A row has at least one entry,
+    which may be ``REJECTED`` or ``DROPPED``. ``logprobs`` is empty, or parallel to ``tokens`` with
+    ``None`` where none were asked for.
     """
 
     step: int
     tokens: list[int]
     logprobs: list[Logprobs | None] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)

@@ -8,6 +8,8 @@ import pytest
 
 from stopway_core.events import Completed, Event, StopSignal, Submit
 from stopway_core.planner import Planned, Planner, PlannerConfig
+from stopway_core.policies import POLICIES
+from stopway_core.policy import Policy
 from stopway_core.receipts import RankInfo, ReceiptBook
 from stopway_core.replica import Replica
 from stopway_core.turn import decode_turn, encode_turn
@@ -29,13 +31,21 @@ class Rig:
     EOS = 0
 
     def __init__(
-        self, *, blocks: int = 16, size: int = 4, ranks: int = 1, **config: object
+        self,
+        *,
+        blocks: int = 16,
+        size: int = 4,
+        ranks: int = 1,
+        grammars: int = 4,
+        policy: str | Policy = "native",
+        **config: object,
     ) -> None:
         config.setdefault("max_model_len", 1000)
         config.setdefault("eos_ids", frozenset({self.EOS}))
         self.now = 1000.0
-        self.replica = Replica(blocks, size)
-        self.follower = Replica(blocks, size)
+        config["policy"] = POLICIES[policy] if isinstance(policy, str) else policy
+        self.replica = Replica(blocks, size, grammars=grammars)
+        self.follower = Replica(blocks, size, grammars=grammars)
         infos = [RankInfo(rank, 0, f"n{rank}") for rank in range(ranks)]
         self.receipts = ReceiptBook("g", 1, infos)
         self.planner = Planner(PlannerConfig(**config), self.replica, self.receipts)
@@ -61,8 +71,14 @@ class Rig:
     def result(self, *tokens: int, skip: int = 0) -> Completed:
         """The result of a step in flight (the oldest but ``skip``); 7 for each row by default."""
         step = list(self.replica.in_flight)[skip]
-        rows = sum(sample for _, _, sample in self.replica.in_flight[step].rows)
+        rows = sum(samples > 0 for _, _, samples in self.replica.in_flight[step].rows)
         return Completed(StepResult(step, list(tokens) or [7] * rows))
+
+    def rows(self, *rows: list[int], skip: int = 0) -> Completed:
+        """The same with the tokens of each row."""
+        step = list(self.replica.in_flight)[skip]
+        tokens = [token for row in rows for token in row]
+        return Completed(StepResult(step, tokens, counts=[len(row) for row in rows]))
 
     def run(self, token: int = 7, turns: int = 500) -> list[Planned]:
         """Complete steps until nothing is in flight; returns the turns."""
@@ -74,7 +90,7 @@ class Rig:
 
     def _rows(self) -> int:
         step = next(iter(self.replica.in_flight))
-        return sum(sample for _, _, sample in self.replica.in_flight[step].rows)
+        return sum(samples > 0 for _, _, samples in self.replica.in_flight[step].rows)
 
     @property
     def counts(self) -> tuple[int, int, int]:

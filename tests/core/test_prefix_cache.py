@@ -11,7 +11,8 @@ SIZE = 2
 
 def fill(cache: PrefixCache, ledger: Ledger, rid: int, tokens: list[int], salt: str = "") -> None:
     """What a request does: share what is cached, compute the rest, seal and cache it, end."""
-    shared, entry = cache.match(salt, tokens, len(tokens))
+    shared, entries = cache.match(salt, tokens, len(tokens))
+    entry = entries[-1]
     if shared:
         ledger.blocks.share((REQUEST, rid), shared)
     wanted = len(tokens) // SIZE - len(shared)

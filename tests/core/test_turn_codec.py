@@ -4,12 +4,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stopway_core.turn import Admit, Launch, StopEntry, Turn, decode_turn, encode_turn
+from stopway_core.turn import (
+    Admit,
+    Compile,
+    Launch,
+    Sampled,
+    StopEntry,
+    Turn,
+    decode_turn,
+    encode_turn,
+)
 from stopway_core.types import SamplingParams
 from stopway_core.wire import Decoder, Frame, FrameKind, WireError, encode
 
 IDS = st.integers(0, 2**31 - 1)
 LISTS = st.lists(IDS, max_size=5)
+SIGNED = st.lists(st.integers(-2, 2**31 - 1), max_size=5)  # REJECTED and DROPPED are below zero
 REAL = st.floats(-4, 4)
 PARAMS = st.builds(
     SamplingParams,
@@ -30,12 +40,16 @@ PARAMS = st.builds(
 TURNS = st.builds(
     Turn,
     number=st.integers(0, 2**63),
-    results=st.lists(st.tuples(IDS, LISTS), max_size=3),
+    results=st.lists(st.builds(Sampled, IDS, SIGNED, LISTS), max_size=3),
+    compiled=LISTS,
     ends=LISTS,
     stops=st.lists(st.builds(StopEntry, st.text(), st.text(), LISTS), max_size=3),
     preempts=LISTS,
-    admits=st.lists(st.builds(Admit, IDS, LISTS, IDS, PARAMS, st.text()), max_size=2),
-    launch=st.none() | st.builds(Launch, IDS, LISTS, LISTS, LISTS),
+    evicts=IDS,
+    forgets=LISTS,
+    compiles=st.lists(st.builds(Compile, IDS, st.text()), max_size=2),
+    admits=st.lists(st.builds(Admit, IDS, LISTS, IDS, PARAMS, st.text(), IDS, IDS), max_size=2),
+    launch=st.none() | st.builds(Launch, IDS, LISTS, LISTS, LISTS, st.lists(LISTS, max_size=3)),
     digest=st.none() | st.integers(0, 2**64 - 1),
 )
 
@@ -71,6 +85,11 @@ def test_a_burst_of_stops_fits_in_one_turn() -> None:
         ({"a": [[1, 2, 3, "x"]]}, [[], [], []]),
         ({"a": [[1, 2, {"nonsense": 1}, "x"]]}, [[], [], []]),
         ({"a": [5]}, [[], [], []]),
+        ({"a": [[1, 2, {}, "x", 0]]}, [[], [], []]),
+        ({"g": [[1], []]}, [[], []]),
+        ({"g": [[1], [], [[1]]]}, [[], []]),
+        ({"l": [1, 1]}, [[], [], [1], [], [], [2]]),
+        ({"r": [[1, 1]]}, [[], [], [1]]),
         ({"l": 1}, [[], [], [1]]),
     ],
 )
@@ -100,10 +119,14 @@ def test_damaged_turns_raise_wire_errors_and_nothing_else(turn: Turn, data: st.D
 def test_an_empty_turn_says_so() -> None:
     assert Turn(5, digest=1).empty
     for field, value in (
-        ("results", [(1, [])]),
+        ("results", [Sampled(1, [], [])]),
+        ("compiled", [1]),
         ("ends", [1]),
         ("stops", [StopEntry("s", "", [])]),
         ("preempts", [1]),
+        ("evicts", 1),
+        ("forgets", [1]),
+        ("compiles", [Compile(1, "g")]),
         ("admits", [Admit(1, [1], 1, SamplingParams(), "")]),
         ("launch", Launch(1, [1], [], [])),
     ):

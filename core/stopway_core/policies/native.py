@@ -1,25 +1,17 @@
-"""Stopway's own policy: waste the least work, and never evict what frees nothing."""
+"""Stopway's own policy: the best of the five, and what none of them does.
+
+- A stop takes effect in the turn that it comes in, wherever it finds its request. From llama.cpp:
+  it goes before all else that has come. From vLLM: the terminal event does not wait for blocks.
+- Tokens in flight at a stop are discarded and counted; those in flight at a preemption are
+  delivered (vLLM), since they need not be computed again.
+- Blocks are fenced where use is not ordered behind the steps in flight (vLLM), and only there.
+- The victim is who wastes the least work, never one that frees nothing; it goes to the front
+  (vLLM), and a constrained request is restored with its grammar's state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from stopway_core.policy import Candidate, Policy
-
-
-def least_wasted_work(candidates: Sequence[Candidate], short: int) -> Candidate | None:
-    """The victim that alone frees ``short`` blocks for the fewest tokens to compute again.
-
-    When none frees enough alone, the one that frees the most per recomputed token. Younger goes
-    before older where they are equal.
-    """
-    useful = [c for c in candidates if c.frees > 0]
-    if not useful:
-        return None
-    enough = [c for c in useful if c.frees >= short]
-    if enough:
-        return min(enough, key=lambda c: (c.recompute, -c.arrival))
-    return min(useful, key=lambda c: (c.recompute / c.frees, -c.arrival))
-
+from stopway_core.policies.victims import least_wasted_work
+from stopway_core.policy import Policy
 
 NATIVE = Policy(name="native", victim=least_wasted_work)

@@ -10,7 +10,7 @@ SOURCES := core engine gateway operator cli
 ORDER := $(wildcard $(addprefix tests/,core telemetry operator cli gateway sim engine stack))
 TESTS := $(ORDER) $(filter-out $(ORDER),$(patsubst %/,%,$(filter-out %/__pycache__/,$(wildcard tests/*/))))
 
-.PHONY: help setup demo run test check format manifests sim bench e2e clean distclean
+.PHONY: help setup demo run test check format manifests sim chaos bench e2e clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test            all checks, then all tests, fast ones first"
 	@echo "make check           ruff, mypy, import-linter"
 	@echo "make sim             the simulated world (SEED=n replays one; SEEDS=n tries n from SEED on)"
+	@echo "make chaos           faults on a real stack under load (SEED=n replays; SECONDS=n, else 60)"
 	@echo "make bench           the core's turn cost, then a local stack (ARGS='URL...')"
 	@echo "make e2e             the tests on a real Kubernetes (root, Go and Debian: e2e/README.md)"
 	@echo "make manifests       the CRD, RBAC and their reference anew, from the operator's models"
@@ -61,6 +62,10 @@ test: check
 sim: $(STAMP)
 	@$(BIN)/python -m stopway_sim --seed $(or $(SEED),1) \
 	  --seeds $(or $(SEEDS),$(if $(SEED),1,200)) $(ARGS)
+
+chaos: $(STAMP)
+	CHAOS_SEED=$(or $(SEED),1) CHAOS_SECONDS=$(or $(SECONDS),60) \
+	  $(BIN)/pytest -s tests/stack/test_chaos.py $(ARGS)
 
 bench: $(STAMP)
 	@$(BIN)/stopway bench --turns --local $(ARGS)

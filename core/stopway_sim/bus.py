@@ -44,9 +44,9 @@ class Bus:
             world.coverage["notices doubled"] += 1
             return
         replica = process.rank.replica
-        process.noticed[stop.stop_id] = (replica.turn, world.now)
+        process.noticed[stop.stop_id] = (replica.turn, process.now)
         if rank == 0:
-            world.group.receipts.noticed(0, stop.stop_id, replica.turn, world.now)
+            world.group.receipts.noticed(0, stop.stop_id, replica.turn, process.now)
             world.post(StopSignal(stop))
             return
         process.changed = True

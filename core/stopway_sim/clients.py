@@ -42,6 +42,7 @@ class RequestState:
     keys: tuple[int, ...] = ()
     epoch: int = 0
     session: int = 0
+    copies: int = 1  # sent and not refused; one is as good as the other
     outcomes: dict[int, str] = field(default_factory=dict)  # by choice
 
     @property
@@ -83,7 +84,8 @@ class Gateway:
             state.end_all("rank_lost")
             return
         state.epoch = world.group.epoch
-        for _ in range(1 + twice):
+        state.copies += twice
+        for _ in range(state.copies):
             self._send(state.epoch, lambda: world.on_submit(Submit(submission)))
 
     def publish(self, stop: Stop) -> None:
@@ -91,6 +93,11 @@ class Gateway:
         self.stops[stop.stop_id] = StopState(stop)
         self.world.bus.publish(stop)
         self.world.clock.after(RESEND_US, lambda: self._resend(stop.stop_id, RESEND_US))
+
+    def stop_now(self, stop: Stop) -> None:
+        """Stop something of which the leader knows in its very next turn."""
+        self.publish(stop)
+        self.world.post(StopSignal(stop))
 
     def disconnect(self) -> None:
         """The session breaks; the leader learns of it after what was sent before."""
@@ -167,7 +174,9 @@ class Gateway:
         for refused in outputs.refused:
             state = self.requests.get(refused.uid)
             if state is not None and state.session == session and refused.code != "duplicate":
-                state.end_all(f"refused {refused.code}")
+                state.copies -= 1
+                if not state.copies:
+                    state.end_all(f"refused {refused.code}")
         for ended in outputs.ended:
             known = self._of_key.get((epoch, ended.key))
             if known is not None and self.requests[known[0]].session == session:

@@ -1,8 +1,9 @@
-"""Every interleaving of a tiny case: two ranks, two requests, one stop.
+"""Every interleaving of a tiny case: one or two ranks, two requests, one stop.
 
 At each point one of the things that can happen does: a request reaches the leader, the stop does,
 the leader takes a turn with what has come, a follower gets its next frame, a rank runs a step, a
-result arrives. All orders are tried; two that lead to the same state are followed once.
+result arrives, a grammar has been compiled. All orders are tried; two that lead to the same state
+are followed once.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from stopway_core.events import Completed, Event, StopSignal, Submit
+from stopway_core.names import child_uid
 from stopway_core.planner import PlannerConfig
-from stopway_core.types import Reason, SamplingParams, StepResult, Stop, Submission, Target
+from stopway_core.types import Reason, SamplingParams, Stop, Submission, Target
 from stopway_sim.choices import Exhaustive
 from stopway_sim.failure import SimFailure, require
 from stopway_sim.group import Group, GroupShape
@@ -31,18 +33,33 @@ class Case:
     shape: GroupShape
     window: int
     prompts: tuple[tuple[int, ...], ...]
-    stop_of: int  # index of the request that the stop names
+    stop_of: int  # index of the request that the stop names: its last choice, if there are several
     max_tokens: int = 2
     batch_tokens: int = 2
+    draft_tokens: int = 0
+    choices: int = 1
+    grammar: str = ""
 
     def events(self) -> list[Event]:
         """The submissions, then the stop."""
         params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0, ignore_eos=True)
         events: list[Event] = [
-            Submit(Submission(f"r{index}", 1, "t", prompt, params, NOW))
+            Submit(
+                Submission(
+                    f"r{index}",
+                    1,
+                    "t",
+                    prompt,
+                    params,
+                    NOW,
+                    choices=self.choices,
+                    grammar=self.grammar,
+                )
+            )
             for index, prompt in enumerate(self.prompts)
         ]
-        target = Target(uids=(f"r{self.stop_of}",))
+        uid = f"r{self.stop_of}"
+        target = Target(uids=(child_uid(uid, self.choices - 1) if self.choices > 1 else uid,))
         events.append(StopSignal(Stop("s", target, Reason.CLIENT_CANCEL, "t", False, NOW)))
         return events
 
@@ -86,9 +103,12 @@ class _Run:
     ) -> None:
         config = PlannerConfig(
             max_model_len=case.shape.blocks * case.shape.block_size,
-            max_batch_tokens=case.batch_tokens,
+            max_batch_tokens=case.batch_tokens * case.shape.pipeline,
+            stages=case.shape.pipeline,
             window=case.window,
+            draft_tokens=case.draft_tokens,
         )
+        self.case = case
         self.chooser, self.seen, self.found = chooser, seen, found
         self.group = Group(case.shape, config)
         self.truth = Truth(self.group, solos, found.coverage)
@@ -96,7 +116,7 @@ class _Run:
         self.inbox: list[Event] = []
         self.launchable = False  # whether a turn without news may have something to launch
         self.links: list[deque[bytes]] = [deque() for _ in self.group.ranks]
-        self.results: deque[StepResult] = deque()
+        self.reports: deque[Event] = deque()  # on their way from the sampling rank
 
     def go(self) -> None:
         for _ in range(STEPS_MAX):
@@ -122,8 +142,10 @@ class _Run:
                 actions.append(lambda r=rank.rank: self._deliver(r))  # type: ignore[misc]
             if self.group.executable(rank):
                 actions.append(lambda r=rank.rank: self._execute(r))  # type: ignore[misc]
-        if self.results:
-            actions.append(self._result)
+        if self.group.sampling_rank.compiling:
+            actions.append(self._compile)
+        if self.reports:
+            actions.append(self._report)
         return actions
 
     def _come(self, event: Event) -> None:
@@ -153,11 +175,16 @@ class _Run:
     def _execute(self, rank: int) -> None:
         result = self.group.execute(self.group.ranks[rank])
         if result is not None:
-            self.results.append(result)
+            self.reports.append(Completed(result))
         self._progress(rank)
 
-    def _result(self) -> None:
-        self.inbox.append(Completed(self.results.popleft()))
+    def _compile(self) -> None:
+        report = self.group.compile_next()
+        assert report is not None
+        self.reports.append(report)
+
+    def _report(self) -> None:
+        self.inbox.append(self.reports.popleft())
 
     def _progress(self, index: int) -> None:
         rank, receipts = self.group.ranks[index], self.group.receipts
@@ -174,13 +201,17 @@ class _Run:
             self.launchable,
             tuple(len(link) for link in self.links),
             tuple(rank.executed for rank in self.group.ranks),
-            len(self.results),
+            tuple(type(report).__name__ for report in self.reports),
+            len(self.group.sampling_rank.compiling),
         )
 
     def _finish(self) -> None:
         self.truth.finish()
-        require(len(self.truth.by_key) == 2, "a request got lost")
+        wanted = len(self.case.prompts) * self.case.choices
+        require(len(self.truth.by_key) == wanted, "a request got lost")
         require(self.truth.status.keys() == {"s"}, "the stop got lost")
         ends = [w.ended for w in self.truth.by_key.values()]
         by_uid = sorted((e.uid, e.reason.value, e.keep) for e in ends if e is not None)
         self.found.outcomes[tuple(f"{u} {r} {k}" for u, r, k in by_uid)] += 1
+        for (place, cause), times in self.group.planner.met.items():
+            self.found.coverage[f"{place} x {cause}"] += times

@@ -10,18 +10,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from stopway_core.events import Completed, Event
+from stopway_core.events import Compiled, Completed, Event
 from stopway_core.ledger import OutOfResources
 from stopway_core.lifecycle import State
-from stopway_core.planner import Planned, Planner, PlannerConfig
+from stopway_core.planner import Planned, PlannerConfig
 from stopway_core.receipts import RankInfo, ReceiptBook
 from stopway_core.replica import Applied, Replica, StopApplied
 from stopway_core.topology import stage_of
-from stopway_core.turn import Turn, decode_turn, encode_turn
-from stopway_core.types import RowWork, StepResult, StepWork
+from stopway_core.turn import Compile, Turn, decode_turn, encode_turn
+from stopway_core.types import NO_SOURCE, RowWork, StepResult, StepWork
 from stopway_core.wire import Decoder, FrameKind, encode
 from stopway_sim import model
 from stopway_sim.failure import require
+from stopway_sim.places import ObservedPlanner
+from stopway_sim.sampling import Sampler, parse
 
 Holder = tuple[str, int]
 
@@ -35,6 +37,7 @@ class GroupShape:
     blocks: int = 16
     block_size: int = 4
     vocab: int = 64
+    grammars: int = 4
     prefix_cache: bool = True
 
     @property
@@ -55,6 +58,15 @@ class Load:
         return ("host", self.ident)
 
 
+@dataclass(frozen=True, slots=True)
+class Hazard:
+    """An off-queue use that a policy without fences allows: the block may still be written."""
+
+    block: int
+    last_step: int  # newest launched over it
+    completed: int  # newest that had completed by then
+
+
 class SimRank:
     """A rank: replica, memory, and the queue of launched steps that it has not run yet."""
 
@@ -62,13 +74,20 @@ class SimRank:
         self.rank = rank
         self.stage = stage_of(rank, shape.tensor)
         self.tensor_index = rank % shape.tensor
-        self.replica = Replica(shape.blocks, shape.block_size, prefix_cache=shape.prefix_cache)
+        self.replica = Replica(
+            shape.blocks,
+            shape.block_size,
+            grammars=shape.grammars,
+            prefix_cache=shape.prefix_cache,
+        )
         self.memory = model.Memory(shape.blocks, shape.block_size, rank)
         self.queue: deque[StepWork] = deque()
         self.executed = 0
         self.decoder = Decoder()
         self.stops: dict[str, StopApplied] = {}  # by id, as last applied here
         self.loads: dict[int, Load] = {}
+        self.ended: set[int] = set()  # rids that ended here; membership only
+        self.compiling: deque[Compile] = deque()  # of the rank that samples
         self.refused = 0  # frames of another epoch
 
 
@@ -78,7 +97,7 @@ class Facts:
 
     digest: int
     stops: list[StopApplied]
-    work: list[tuple[int, int, list[int], bool, list[int]]] = field(default_factory=list)
+    work: list[tuple[object, ...]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -98,13 +117,16 @@ class Group:
         self.ranks = [SimRank(rank, shape) for rank in range(shape.ranks)]
         infos = [RankInfo(r.rank, r.stage, f"node-{r.rank}") for r in self.ranks]
         self.receipts = ReceiptBook("sim", epoch, infos)
-        self.planner = Planner(config, self.ranks[0].replica, self.receipts)
+        self.planner = ObservedPlanner(config, self.ranks[0].replica, self.receipts)
+        self.hazards: list[Hazard] = []
         self.log: list[bytes] = []  # all frames, in order
         self.checking = True  # off while a run repeats what an earlier one checked
         self._facts: dict[int, Facts] = {}
         self._parts: dict[tuple[int, int], dict[int, list[list[int]]]] = {}
         self._hidden: dict[tuple[int, int], list[list[int]]] = {}
         self._stage_done = [0] * shape.pipeline
+        self._gone: dict[tuple[int, int], set[int]] = {}  # (step, stage) -> rids that left it
+        self.sampler = Sampler(shape.vocab)
         self._next_load = 1
 
     # --- turns ---------------------------------------------------------------------------
@@ -124,6 +146,7 @@ class Group:
         self._facts[planned.turn.number] = facts
         for stop in planned.stops:
             leader.stops[stop.stop_id] = stop
+        self._apart_from_the_replica(leader, planned.turn)
         if self.checking:
             leader.replica.check()
             self.check_agreement()
@@ -141,6 +164,7 @@ class Group:
                 self._compare(rank, turn, applied)
                 if applied.work is not None:
                     rank.queue.append(applied.work)
+                self._apart_from_the_replica(rank, turn)
                 done.turns.append((turn, applied))
             else:
                 load = self._load_op(rank, frame.body)
@@ -148,15 +172,52 @@ class Group:
                     done.loads.append(load)
         return done
 
-    def _capture(self, work: StepWork) -> list[tuple[int, int, list[int], bool, list[int]]]:
-        return [self._row(row) for row in work.rows]
+    @property
+    def sampling_rank(self) -> SimRank:
+        """The first of the last stage: it samples, and compiles grammars."""
+        return self.ranks[len(self.ranks) - self.shape.tensor]
 
-    def _row(self, row: RowWork) -> tuple[int, int, list[int], bool, list[int]]:
+    def _apart_from_the_replica(self, rank: SimRank, turn: Turn) -> None:
+        rank.ended.update(turn.ends)
+        if rank is self.sampling_rank:
+            for slot in turn.forgets:
+                self.sampler.grammars.pop(slot, None)
+                rank.compiling = deque(c for c in rank.compiling if c.slot != slot)
+            rank.compiling.extend(turn.compiles)
+
+    def compile_next(self) -> Compiled | None:
+        """The sampling rank compiles a grammar, off-queue; what it reports."""
+        if not self.sampling_rank.compiling:
+            return None
+        compile = self.sampling_rank.compiling.popleft()
+        try:
+            self.sampler.grammars[compile.slot] = parse(compile.text)
+        except ValueError as error:
+            return Compiled(compile.slot, str(error))
+        return Compiled(compile.slot)
+
+    def _capture(self, work: StepWork) -> list[tuple[object, ...]]:
+        rows = [self._row(row) for row in work.rows]
+        return [*rows, (work.copies, work.left)]
+
+    def _row(self, row: RowWork) -> tuple[object, ...]:
         end = row.start + len(row.tokens)
         used = -(-end // self.shape.block_size)
         require(len(row.blocks) >= used, f"request {row.rid} runs beyond its blocks")
-        require(row.history[row.start : end] == row.tokens, f"request {row.rid} feeds other tokens")
-        return row.rid, row.start, list(row.tokens), row.sample, row.blocks[:used]
+        known = row.start if row.source != NO_SOURCE else end - max(row.samples - 1, 0)
+        require(
+            row.history[row.start : known] == row.tokens[: known - row.start],
+            f"request {row.rid} feeds other tokens",
+        )
+        return (
+            row.rid,
+            row.start,
+            list(row.tokens),
+            row.samples,
+            row.source,
+            row.grammar,
+            row.blocks[:used],
+        )
 
     def _compare(self, rank: SimRank, turn: Turn, applied: Applied) -> None:
         facts = self._facts[turn.number]
@@ -176,7 +237,7 @@ class Group:
         running = waiting = 0
         for choice in planner.requests.by_key.values():
             name = f"{choice.uid} ({choice.state})"
-            if choice.state is State.QUEUED:
+            if choice.state in (State.COMPILING, State.QUEUED):
                 waiting += 1
                 require(choice.seq is None, f"{name} waits and runs")
                 continue
@@ -208,10 +269,15 @@ class Group:
         """Run the rank's next step: write, then read. The last rank to do it has the result."""
         require(self.executable(rank), f"rank {rank.rank} cannot run a step now")
         work = rank.queue.popleft()
+        gone = self._leaving(rank, work)
+        for source, target in work.copies:
+            rank.memory.copy(source, target)
         hidden = self._inputs(rank, work)
         sealed = rank.replica.ledger.blocks.sealed
         size = self.shape.block_size
         for row, states in zip(work.rows, hidden, strict=True):
+            if row.rid in gone:
+                continue
             for position in range(row.start, row.start + len(row.tokens)):
                 block = row.blocks[position // size]
                 require(not sealed[block], f"step {work.step} writes sealed block {block}")
@@ -219,26 +285,47 @@ class Group:
             rank.memory.write(row.blocks, row.start, cells)
         shares = []
         for row in work.rows:
+            if row.rid in gone:  # zeros, where the next stage expects something
+                shares.append([0] * len(row.tokens))
+                continue
             end = row.start + len(row.tokens)
             cells = rank.memory.read(row.blocks, end)
             shares.append([model.attend(cells[:at]) for at in range(row.start + 1, end + 1)])
         rank.executed = work.step
         return self._reduce(rank, work, shares)
 
+    def _leaving(self, rank: SimRank, work: StepWork) -> set[int]:
+        """Rows that leave a step since their request has ended on some rank of the stage.
+
+        The ranks of a stage agree on it by a reduction. Half of those that could leave do.
+        """
+        key = work.step, rank.stage
+        gone = self._gone.get(key)
+        if gone is None:
+            stage = [r for r in self.ranks if r.stage == rank.stage]
+            gone = self._gone[key] = {
+                row.rid
+                for row in work.rows
+                if (work.step + row.rid) % 2 and any(row.rid in r.ended for r in stage)
+            }
+        return gone
+
     def _inputs(self, rank: SimRank, work: StepWork) -> list[list[int]]:
         if rank.stage:
             return self._hidden[work.step, rank.stage - 1]
         return [
-            [model.embed(token, at) for at, token in enumerate(row.tokens, row.start)]
+            [model.embed(token, at) for at, token in enumerate(self.sampler.fed(row), row.start)]
             for row in work.rows
         ]
 
     def _reduce(self, rank: SimRank, work: StepWork, shares: list[list[int]]) -> StepResult | None:
-        parts = self._parts.setdefault((work.step, rank.stage), {})
+        key = work.step, rank.stage
+        parts = self._parts.setdefault(key, {})
         parts[rank.tensor_index] = shares
         if len(parts) < self.shape.tensor:
             return None
-        del self._parts[work.step, rank.stage]
+        del self._parts[key]
+        gone = self._gone.pop(key)
         hidden = [
             [model.reduce(states) for states in zip(*rows, strict=True)]
             for rows in zip(*parts.values(), strict=True)
@@ -246,15 +333,11 @@ class Group:
         self._stage_done[rank.stage] = work.step
         self._hidden.pop((work.step, rank.stage - 1), None)
         if rank.stage + 1 < self.shape.pipeline:
-            self._hidden[work.step, rank.stage] = hidden
+            self._hidden[key] = hidden
             return None
-        vocab = self.shape.vocab
-        tokens = [
-            model.sample(states[-1], vocab)
-            for row, states in zip(work.rows, hidden, strict=True)
-            if row.sample
-        ]
-        return StepResult(work.step, tokens)
+        tokens, counts = self.sampler.sample(work, hidden, gone)
+        several = any(row.samples > 1 for row in work.rows)
+        return StepResult(work.step, tokens, counts=counts if several else [])
 
     # --- off-queue writers ---------------------------------------------------------------
 
@@ -262,8 +345,11 @@ class Group:
         """Take blocks for the KV of ``tokens`` (whole blocks), to be written off the exec queue.
 
         ``None`` when too few blocks may be taken. With ``fenced`` False it takes them as on-queue
-        use may: the mistake that the fence is there to prevent.
+        use may: the mistake that the fence is there to prevent. Where the policy knows no fence,
+        what it would have taken too early is recorded as a ``Hazard``, and waits nevertheless.
         """
+        if not self.planner.config.policy.fenced:
+            self._record_hazards(len(tokens) // self.shape.block_size)
         ident = self._next_load
         body = {
             "op": "load",
@@ -279,6 +365,15 @@ class Group:
         self._next_load += 1
         assert load is not None
         return load, self._side_frame(body)
+
+    def _record_hazards(self, count: int) -> None:
+        replica = self.ranks[0].replica
+        pool, done = replica.ledger.blocks, replica.processed
+        self.hazards += [
+            Hazard(block, pool.last_step[block], done)
+            for block in pool.next_free(count)
+            if pool.last_step[block] > done
+        ]
 
     def write_load(self, rank: SimRank, load: Load, solo: model.Solo) -> None:
         """The load's data arrives at a rank, in whatever order to its steps."""
@@ -335,17 +430,17 @@ class Group:
             and not newest.in_flight
             and all(r.replica.turn == newest.turn and not r.queue for r in self.ranks)
             and not any(r.loads for r in self.ranks)
+            and not self.sampling_rank.compiling
         )
 
     def check_idle(self) -> None:
         """Everything is free: invariant 8."""
         require(self.idle, "the group is not idle")
         for rank in self.ranks:
-            pool = rank.replica.ledger.blocks
             rank.replica.check()
-            counts = f"{pool.free} free + {pool.idle} cached of {pool.total}, {pool.held} held"
-            require(pool.held == 0, f"rank {rank.rank}: {counts}")
-            require(pool.free + pool.idle == pool.total, f"rank {rank.rank}: {counts}")
+            for pool in rank.replica.ledger.pools.values():
+                counts = f"{pool.free} free + {pool.idle} cached of {pool.total}, {pool.held} held"
+                require(pool.held == 0, f"rank {rank.rank}, {pool.kind}: {counts}")
             require(not rank.replica.seqs, f"rank {rank.rank} still runs {list(rank.replica.seqs)}")
 
     def drive(
@@ -370,9 +465,22 @@ class Group:
             if got is None and not pending:
                 return made
 
+    def run_oldest(self) -> Completed:
+        """Run the oldest step in flight, and no other, on all ranks; its result."""
+        step = next(iter(self.planner.replica.in_flight))
+        while True:
+            ready = [r for r in self.ranks if self.executable(r) and r.queue[0].step == step]
+            require(bool(ready), f"step {step} cannot run")
+            for rank in ready:
+                result = self.execute(rank)
+                if result is not None:
+                    return Completed(result)
+
     def run_steps(self) -> list[Event]:
         """Run every step that can run now, on all ranks; returns the results as events."""
         results: list[Event] = []
+        while (report := self.compile_next()) is not None:
+            results.append(report)
         while True:
             ready = [rank for rank in self.ranks if self.executable(rank)]
             if not ready:

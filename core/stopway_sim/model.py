@@ -10,7 +10,7 @@ or missing cell on any rank changes every token after it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _MASK = (1 << 61) - 1
 
@@ -53,6 +53,11 @@ class Memory:
         for position, value in enumerate(cells, start):
             slots[table[position // size] * size + position % size] = value
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy a whole block."""
+        size, slots = self._size, self.slots
+        slots[target * size : (target + 1) * size] = slots[source * size : (source + 1) * size]
+
     def read(self, table: Sequence[int], count: int) -> list[int]:
         """The cells of the first ``count`` positions of a block table."""
         size, slots = self._size, self.slots
@@ -64,10 +69,23 @@ class Memory:
 
 
 class Solo:
-    """The undisturbed greedy run of one prompt, alone and from an empty cache."""
+    """The undisturbed greedy run of one prompt, alone and from an empty cache.
 
-    def __init__(self, prompt: Sequence[int], tensor: int, pipeline: int, vocab: int) -> None:
+    ``choose`` is what a grammar makes of the token that the model wants at a place of the output;
+    below zero it allows none, and the run ends.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        tensor: int,
+        pipeline: int,
+        vocab: int,
+        choose: Callable[[int, int, int], int] | None = None,
+    ) -> None:
         self._vocab = vocab
+        self._choose = choose
+        self._ended = False
         self._fed = 0
         self._hidden = 0  # after the last token fed
         self._prompt_len = len(prompt)
@@ -75,10 +93,15 @@ class Solo:
         self.cells: list[list[list[int]]] = [[[] for _ in range(tensor)] for _ in range(pipeline)]
 
     def output(self, count: int) -> list[int]:
-        """The first ``count`` tokens after the prompt."""
-        while len(self.tokens) < self._prompt_len + count:
+        """The first ``count`` tokens after the prompt; fewer where its grammar allows no more."""
+        while len(self.tokens) < self._prompt_len + count and not self._ended:
             self.prefill(len(self.tokens))
-            self.tokens.append(sample(self._hidden, self._vocab))
+            token = sample(self._hidden, self._vocab)
+            if self._choose is not None:
+                token = self._choose(token, len(self.tokens) - self._prompt_len, self._vocab)
+            self._ended = token < 0
+            if not self._ended:
+                self.tokens.append(token)
         return self.tokens[self._prompt_len : self._prompt_len + count]
 
     def prefill(self, count: int) -> None:

@@ -2,6 +2,11 @@
 
 It knows nothing of blocks or queues: each delivered token must be the one that the undisturbed
 greedy run of the same prompt has there, each key ends once, each receipt says what is so.
+
+**The count.** A row that samples counts once, except that a row whose result was taken counts the
+tokens that it gave: several where drafts were right, none where the grammar rejected. A result is
+taken when its request runs, or was preempted with it in flight and is not back yet. Then, for every
+request at its end: tokens kept + tokens discarded = its count.
 """
 
 from __future__ import annotations
@@ -11,12 +16,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stopway_core.events import Ended, Event, StopSignal
+from stopway_core.admission import tightest
+from stopway_core.events import Ended, Event, Mode, StopSignal
+from stopway_core.lifecycle import State
 from stopway_core.planner import Planned
-from stopway_core.types import Reason, Stop, Submission
+from stopway_core.policy import Effect, Effects
+from stopway_core.turn import Admit, Sampled
+from stopway_core.types import DROPPED, Reason, Stop, Submission
 from stopway_sim.failure import require
 from stopway_sim.group import Group, GroupShape
 from stopway_sim.model import Solo
+from stopway_sim.places import Place, place_of
+from stopway_sim.sampling import parse
 
 
 def covers(stop: Stop, submission: Submission) -> bool:
@@ -40,18 +51,23 @@ _BY_TIME = {
 }
 
 
+_RUNS_ON = (Effect.ONE_TOKEN, Effect.PREFILLED)  # marks with which a request is admitted
+
+
 class SoloRuns:
-    """Undisturbed runs by prompt."""
+    """Undisturbed runs by prompt and grammar."""
 
     def __init__(self, shape: GroupShape) -> None:
         self._shape = shape
-        self._runs: dict[tuple[int, ...], Solo] = {}
+        self._runs: dict[tuple[tuple[int, ...], str], Solo] = {}
 
-    def of(self, prompt: tuple[int, ...]) -> Solo:
-        run = self._runs.get(prompt)
+    def of(self, prompt: tuple[int, ...], grammar: str = "") -> Solo:
+        run = self._runs.get((prompt, grammar))
         if run is None:
             shape = self._shape
-            run = self._runs[prompt] = Solo(prompt, shape.tensor, shape.pipeline, shape.vocab)
+            choose = parse(grammar).choose if grammar else None
+            run = Solo(prompt, shape.tensor, shape.pipeline, shape.vocab, choose)
+            self._runs[prompt, grammar] = run
         return run
 
 
@@ -63,8 +79,13 @@ class Watched:
     index: int
     submission: Submission
     delivered: list[int] = field(default_factory=list)
-    sampled: int = 0  # rows launched for it that sample
+    sampled: int = 0  # see "the count" above
+    admissions: int = 0
     ended: Ended | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.submission.uid}[{self.index}]"
 
 
 class Truth:
@@ -81,7 +102,10 @@ class Truth:
         self._stopped_rids: dict[str, set[int]] = {}
         self._turn_of_stop: dict[str, int] = {}
         self.status: dict[str, str] = {}  # of each stop, as last published
-        self._states: dict[int, str] = {}
+        self._rows: dict[int, list[tuple[Watched, int, int]]] = {}  # step -> (who, rid, samples)
+        self._running: set[int] = set()  # rids when the turn began
+        self._stale: set[int] = set()  # those, and the preempted whose tokens are still taken
+        self._drafted = self._accepted = 0
         self._stops: dict[str, Stop] = {}
         self._must_end: list[tuple[Watched, Stop]] = []  # in this turn
 
@@ -98,9 +122,11 @@ class Truth:
                 for watched in self.by_key.values():
                     if watched.ended is None and covers(stop, watched.submission):
                         self._must_end.append((watched, stop))
-        self._states = {
-            key: "preempted" if choice.preemptions and choice.seq is None else choice.state.value
-            for key, choice in self.group.planner.requests.by_key.items()
+        planner = self.group.planner
+        stale = planner.config.policy.delivers_preempted
+        self._running = set(planner.replica.seqs)
+        self._stale = self._running | {
+            choice.rid for choice in planner.requests.by_key.values() if stale and choice.rid
         }
 
     def after_turn(self, planned: Planned, now: float) -> None:
@@ -116,88 +142,186 @@ class Truth:
                 self.by_key[key] = Watched(key, index, submission)
         for refused in outputs.refused:
             self._coverage[f"refused {refused.code}"] += 1
+        for result in turn.results:
+            self._result(result)
+        planner = self.group.planner
+        counted = planner.drafted_tokens, planner.accepted_tokens
+        right = self._drafted, self._accepted
+        require(counted == right, f"drafts are counted as {counted}, not {right}")
         for key, token in zip(outputs.keys, outputs.tokens, strict=True):
             self._token(self.by_key[key], token)
         for ended in outputs.ended:
             self._end(self.by_key[ended.key], ended, now)
+        if self._at_once:
+            self._stopped_at_once(planned)
+        for stop in turn.stops:
+            self._stopped_rids.setdefault(stop.stop_id, set()).update(stop.rids)
+            self._turn_of_stop[stop.stop_id] = turn.number
+        self._launches(planned)
+
+    @property
+    def _at_once(self) -> bool:
+        return self.group.planner.config.policy.effects == Effects()
+
+    def _stopped_at_once(self, planned: Planned) -> None:
+        """A stop takes effect in its turn, on whoever is there and whoever comes later."""
         for watched, signal in self._must_end:
             require(watched.ended is not None, f"{signal} ended nothing of {watched.submission}")
-        for accepted in outputs.accepted:
+        for accepted in planned.outputs.accepted:
             for signal in self._stops.values():
                 if accepted.uid in signal.target.uids and covers(
                     signal, self._submissions[accepted.uid]
                 ):
                     alive = [key for key in accepted.keys if self.by_key[key].ended is None]
                     require(not alive, f"{accepted.uid} lives although {signal} came before it")
-        for stop in turn.stops:
-            self._stopped_rids.setdefault(stop.stop_id, set()).update(stop.rids)
-            self._turn_of_stop[stop.stop_id] = turn.number
-        self._launches(planned)
+
+    def _result(self, result: Sampled) -> None:
+        """Count what a completed step gave."""
+        at = 0
+        for row, (watched, rid, samples) in enumerate(self._rows.pop(result.step)):
+            count = result.counts[row] if result.counts else 1
+            tokens = result.tokens[at : at + count]
+            at += count
+            valid = count - (tokens[-1] < 0)
+            if tokens[-1] != DROPPED and samples > 1:
+                self._drafted += samples - 1
+                self._accepted += count - 1
+            if watched.ended is None and rid in (self._stale if valid == count else self._running):
+                watched.sampled += valid - 1
 
     def _launches(self, planned: Planned) -> None:
-        turn = planned.turn
+        turn, planner = planned.turn, self.group.planner
         self._coverage["turns"] += 1
         self._coverage["preemptions"] += len(turn.preempts)
-        if turn.admits:
-            chosen = {c.rid: c for c in self.group.planner.requests.by_key.values()}
-            for admit in turn.admits:
-                self._key_of_rid[admit.rid] = chosen[admit.rid].key
-                seq = chosen[admit.rid].seq
-                self._coverage["prefix cache hits"] += bool(seq is not None and seq.cached_tokens)
+        for admit in turn.admits:
+            self._admitted(planned, admit)
+        require(planner.mode is not Mode.FROZEN or turn.launch is None, "a launch while frozen")
+        self._held_back(planned)
         if planned.work is None:
             return
         tokens = sum(len(row.tokens) for row in planned.work.rows)
-        bound = self.group.planner.config.max_batch_tokens
+        bound = planner.config.step_tokens
         require(tokens <= bound, f"a step of {tokens} tokens; the bound is {bound}")
+        rows = self._rows[planned.work.step] = []
         for row in planned.work.rows:
             watched = self.by_key[self._key_of_rid[row.rid]]
             require(watched.ended is None, f"{watched.submission.uid} runs after its end")
-            watched.sampled += row.sample
-            self._coverage["prefill chunks"] += not row.sample
+            watched.sampled += bool(row.samples)
+            if row.samples:
+                rows.append((watched, row.rid, row.samples))
+            self._coverage["prefill chunks"] += not row.samples
+            self._coverage["rows with drafts"] += row.samples > 1
+            self._coverage["rows from a source"] += row.source[0] > 0
+
+    def _admitted(self, planned: Planned, admit: Admit) -> None:
+        """Nobody passes those before it, and nobody starts while the queue stands still."""
+        planner = self.group.planner
+        choice = next(c for c in planner.requests.by_key.values() if c.rid == admit.rid)
+        watched = self.by_key[choice.key]
+        self._key_of_rid[admit.rid] = choice.key
+        require(choice.mark is None or choice.mark.effect in _RUNS_ON, f"{choice.uid} is marked")
+        self._coverage["prefix cache hits"] += bool(choice.seq and choice.seq.cached_tokens)
+        self._coverage["forks"] += admit.fork > 0
+        started = self._started(watched)
+        watched.admissions += 1
+        require(
+            started or planner.mode in (Mode.RUNNING, Mode.DRAINING),
+            f"{watched.name} starts while the mode is {planner.mode}",
+        )
+        for other in planner.requests.by_key.values():
+            if other.state is not State.QUEUED or place_of(planner, other) is Place.SIBLING:
+                continue
+            if planner.mode is Mode.WAITING and not self._started(self.by_key[other.key]):
+                continue
+            passed = other.priority < choice.priority or (
+                other.priority == choice.priority
+                and other.arrival < choice.arrival
+                and not (started or other.preemptions)
+                # Who waited for a grammar is queued when that is ready.
+                and not (choice.submission.grammar or other.submission.grammar)
+            )
+            require(not passed, f"{watched.name} is admitted before {other.uid}")
+
+    def _started(self, watched: Watched) -> bool:
+        """Whether any choice of a request has ever been admitted."""
+        uid = watched.submission.uid
+        return any(self.by_key[key].admissions for key in self.keys[uid])
+
+    def _held_back(self, planned: Planned) -> None:
+        planner = self.group.planner
+        if not self.group.ranks[0].loads or planner.mode is Mode.FROZEN:
+            return
+        replica = planner.replica
+        if planned.turn.launch is None and len(replica.in_flight) >= planner.config.window:
+            return
+        for seq in replica.seqs.values():
+            full = seq.launched >= len(seq.blocks) * replica.block_size
+            self._coverage["rows held back"] += full and not seq.pending
 
     def _token(self, watched: Watched, token: int) -> None:
-        name = f"{watched.submission.uid}[{watched.index}]"
+        name, submission = watched.name, watched.submission
         require(watched.ended is None, f"{name}: a token after its end")
         at = len(watched.delivered)
         watched.delivered.append(token)
-        expected = self._solos.of(watched.submission.prompt).output(at + 1)[at]
+        expected = self._solos.of(submission.prompt, submission.grammar).output(at + 1)[at:]
         require(
-            token == expected,
+            [token] == expected,
             f"{name}: token {at} is {token}, its undisturbed run has {expected} there",
         )
 
     def _end(self, watched: Watched, ended: Ended, now: float) -> None:
-        submission, reason = watched.submission, ended.reason
-        name = f"{submission.uid}[{watched.index}]"
+        name = watched.name
         require(watched.ended is None, f"{name}: two outcomes")
         watched.ended = ended
-        state = self._states.get(ended.key, "unborn")
-        self._coverage[f"end {state} x {reason.value}"] += 1
         require(ended.keep <= len(watched.delivered), f"{name}: keeps what it did not have")
         require(
             ended.keep + ended.discarded_tokens == watched.sampled,
             f"{name}: {ended.keep} kept + {ended.discarded_tokens} discarded is not "
             f"{watched.sampled} sampled",
         )
-        params = submission.params
-        enders = set(params.stop_token_ids) | (set() if params.ignore_eos else {0})
-        kept = watched.delivered[: ended.keep]
-        ends_at = [i + 1 for i, t in enumerate(kept) if t in enders and i + 1 >= params.min_tokens]
-        shape = self.group.shape
-        longest = min(self.group.planner.config.max_model_len, shape.blocks * shape.block_size)
-        length = min(params.max_tokens, longest - len(submission.prompt))
-        if reason is Reason.EOS:
-            require(ends_at == [ended.keep], f"{name}: ended by {kept}, not at its first end token")
-        else:
-            require(not ends_at, f"{name}: went past an end token: {kept}")
-        if reason is Reason.LENGTH:
-            require(ended.keep == length, f"{name}: {ended.keep} tokens, not {length}")
-        if reason in _BY_TIME:
-            seconds = getattr(submission.deadlines, _BY_TIME[reason])
+        self._why(watched, ended)
+        if ended.reason in _BY_TIME:
+            limits = tightest(watched.submission.deadlines, self.group.planner.config.deadlines)
+            seconds = getattr(limits, _BY_TIME[ended.reason])
             require(
                 seconds is not None and now >= ended.queued_at + seconds,
-                f"{name}: {reason.value} before its time",
+                f"{name}: {ended.reason.value} before its time",
             )
+
+    def _why(self, watched: Watched, ended: Ended) -> None:
+        """The reason is the right one for the tokens kept."""
+        submission, reason, name = watched.submission, ended.reason, watched.name
+        params, grammar, config = submission.params, submission.grammar, self.group.planner.config
+        enders = set(params.stop_token_ids)
+        if grammar or not params.ignore_eos:
+            enders.add(0)
+        least = 0 if grammar else params.min_tokens
+        kept = watched.delivered[: ended.keep]
+        ends_at = [i + 1 for i, token in enumerate(kept) if token in enders and i + 1 >= least]
+        if reason in (Reason.EOS, Reason.GRAMMAR_END):
+            require(ends_at == [ended.keep], f"{name}: ended by {kept}, not at its first end token")
+            require((reason is Reason.EOS) == (not grammar), f"{name}: {reason} with {grammar!r}")
+        elif self._at_once:
+            require(not ends_at, f"{name}: went past an end token: {kept}")
+        else:  # a mark's reason stands whatever ends it
+            require(ends_at in ([], [ended.keep]), f"{name}: went past an end token: {kept}")
+        shape = self.group.shape
+        longest = min(config.max_model_len, shape.blocks * shape.block_size)
+        length = min(params.max_tokens, longest - len(submission.prompt))
+        if reason is Reason.LENGTH:
+            require(ended.keep == length, f"{name}: {ended.keep} tokens, not {length}")
+        elif reason is Reason.ENGINE_ERROR:
+            run = self._solos.of(submission.prompt, grammar).output(ended.keep + 1)
+            require(len(run) == ended.keep, f"{name}: rejected where its grammar allows {run}")
+        elif reason is Reason.BAD_INPUT:
+            try:
+                parse(grammar)
+            except ValueError:
+                return
+            require(False, f"{name}: {grammar!r} can be compiled")
+        elif reason is Reason.PREEMPTED:
+            constrained = config.policy.ends_constrained and grammar
+            require(bool(constrained), f"{name} was preempted for good")
 
     def receipt(self, receipt: dict[str, Any]) -> None:
         """Check one published receipt against what is so on every rank."""

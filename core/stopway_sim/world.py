@@ -7,20 +7,29 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field
 
-from stopway_core.events import Completed, DrainStarted, Event, Hit, Outputs, Submit
+from stopway_core.events import (
+    Completed,
+    DrainStarted,
+    Event,
+    Hit,
+    Mode,
+    ModeChanged,
+    Outputs,
+    Submit,
+)
 from stopway_core.planner import Planned
 from stopway_core.types import StepResult, Submission
 from stopway_sim import scenario as scenarios
+from stopway_sim.ambush import ambush
 from stopway_sim.bus import Bus
 from stopway_sim.choices import Chooser, Seeded
 from stopway_sim.clients import Gateway
 from stopway_sim.clock import Callback, Clock, Link
 from stopway_sim.failure import SimFailure, require
-from stopway_sim.group import Group, Load, SimRank
+from stopway_sim.group import Group, SimRank
 from stopway_sim.scenario import MS, START_S, Scenario
 from stopway_sim.truth import SoloRuns, Truth
-
-LOAD_TRIES = 20
+from stopway_sim.writers import Writers
 
 
 class Process:
@@ -29,15 +38,23 @@ class Process:
     def __init__(self, world: World, rank: SimRank) -> None:
         delay = world.scenario.link_us_max
         self.rank = rank
+        self.world = world
+        self.skew_s = world.chooser.between(0, world.scenario.skew_us_max) / 1e6
         self.down = Link(world.clock, world.chooser, delay)
         self.up = Link(world.clock, world.chooser, delay)
         self.dead = False
         self.busy = False
         self.changed = False
         self.telling = False
-        self.applied_at = self.executed_at = world.now
+        self.compiling = False
+        self.applied_at = self.executed_at = self.now
         self.noticed: dict[str, tuple[int, float]] = {}
         self.told: set[str] = set()
+
+    @property
+    def now(self) -> float:
+        """Unix time by this rank's clock."""
+        return self.world.now + self.skew_s
 
 
 @dataclass(slots=True)
@@ -67,13 +84,13 @@ class World:
         self.group: Group | None = None
         self.processes: list[Process] = []
         self.epochs = 0
-        self._fenced = fenced
-        self._pending_load: set[int] = set()  # ranks that a load has yet to reach
+        self.writers = Writers(self, fenced=fenced)
         self._hash = hashlib.sha256()
         self._inbox: list[Event] = []
         self._woken = False
         self._armed_us: int | None = None
         self._turns = 0
+        self.ambushes = 0
         self._turns_bound: int | None = None
         self._hit: set[tuple[int, int]] = set()
         self.gateways = [Gateway(name, self) for name in ("gw0", "gw1")]
@@ -115,18 +132,24 @@ class World:
             clock.at(chooser.between(0, span), chooser.pick(self.gateways).disconnect)
         for _ in range(scenario.deaths):
             rank = chooser.below(scenario.shape.ranks)
-            clock.at(chooser.between(0, span), lambda rank=rank: self._kill(rank))  # type: ignore[misc]
+            clock.at(chooser.between(0, span), lambda rank=rank: self.kill(rank))  # type: ignore[misc]
+        for _ in range(scenario.pauses):
+            at, mode, until = scenarios.draw_pause(chooser, span)
+            clock.at(at, lambda mode=mode: self.post(ModeChanged(mode)))  # type: ignore[misc]
+            clock.at(until, lambda: self.post(ModeChanged(Mode.RUNNING)))
+            self.coverage[f"mode {mode}"] += 1
         for _ in range(scenario.loads):
-            clock.at(chooser.between(0, span), lambda: self._load(LOAD_TRIES))
+            clock.at(chooser.between(0, span), self.writers.begin)
         end = span + 250 * MS
         if scenario.drain:
-            until = START_S + (span + chooser.between(0, 30 * MS)) / 1e6
-            clock.at(chooser.between(0, span), lambda: self.post(DrainStarted(until)))
+            last = START_S + (span + chooser.between(0, 30 * MS)) / 1e6
+            clock.at(chooser.between(0, span), lambda: self.post(DrainStarted(last)))
         clock.at(end, self._heal)
 
     def _heal(self) -> None:
         """From here on nothing new goes wrong, and all must come to rest."""
         self.healed = True
+        self.post(ModeChanged(Mode.RUNNING))
         work = 0
         if self.group is not None:
             for choice in self.group.planner.requests.by_key.values():
@@ -140,6 +163,7 @@ class World:
         require(self.group is not None, "no group at the end")
         assert self.group is not None
         self.truth.finish()
+        self._count(self.group)
         require(
             self._turns_bound is not None and self._turns <= self._turns_bound,
             f"{self._turns} turns; {self._turns_bound} were enough to come to rest",
@@ -162,7 +186,7 @@ class World:
         self._woken = False
         self._armed_us = None
 
-    def _kill(self, rank: int) -> None:
+    def kill(self, rank: int) -> None:
         if self.group is None or self.processes[rank].dead:
             return
         self.processes[rank].dead = True
@@ -176,13 +200,19 @@ class World:
         for process in self.processes:
             process.dead = True
         self.group = None
-        for watched in self.truth.by_key.values():
-            if watched.ended is None:
-                state = group.planner.requests.by_key[watched.key].state
-                self.coverage[f"end {state.value} x rank_lost"] += 1
+        group.planner.lost()
+        self._count(group)
         for gateway in self.gateways:
             gateway.epoch_ended(group.epoch)
         self.clock.after(self.chooser.between(0, 20 * MS), self._start_epoch)
+
+    def _count(self, group: Group) -> None:
+        """Add what an epoch has met to the coverage."""
+        for (place, cause), times in group.planner.met.items():
+            self.coverage[f"{place} x {cause}"] += times
+        for (state, life), times in group.planner.taken.items():
+            self.coverage[f"{state} --{life}-->"] += times
+        self.coverage["hazards"] += len(group.hazards)
 
     # --- the leader ----------------------------------------------------------------------
 
@@ -196,9 +226,9 @@ class World:
         if self.group is None or self.processes[0].dead:
             return
         self._inbox.append(event)
-        self._wake(self.chooser.between(0, 300))
+        self.wake(self.chooser.between(0, 300))
 
-    def _wake(self, delay_us: int) -> None:
+    def wake(self, delay_us: int) -> None:
         if self._woken:
             return
         self._woken = True
@@ -217,7 +247,7 @@ class World:
         events, self._inbox = self._inbox, []
         while True:
             self.truth.before_turn(events)
-            got = group.turn(self.now, events)
+            got = group.turn(self.processes[0].now, events)
             events = []
             if got is None:
                 break
@@ -228,11 +258,11 @@ class World:
 
     def _after_turn(self, group: Group, planned: Planned, frame: bytes) -> None:
         self._hash.update(frame)
-        self.truth.after_turn(planned, self.now)
+        self.truth.after_turn(planned, self.processes[0].now)
         for process in self.processes[1:]:
-            process.down.send(lambda p=process: self._arrive(group, p, frame))  # type: ignore[misc]
+            process.down.send(lambda p=process: self.arrive(group, p, frame))  # type: ignore[misc]
         leader = self.processes[0]
-        leader.applied_at = self.now
+        leader.applied_at = leader.now
         self._leader_progress(group)
         outputs = planned.outputs
         if not outputs.empty:
@@ -240,20 +270,22 @@ class World:
             for gateway in self.gateways:
                 gateway.outputs(group.epoch, outputs)
             self._front(group, outputs)
+        if self.faulty(self.scenario.ambush):
+            ambush(self, group)
         self._poke(group)
 
     def _arm(self, group: Group) -> None:
         timer = group.planner.next_timer()
         if timer is None:
             return
-        at_us = int((timer - START_S) * 1e6) + 1
+        at_us = int((timer - START_S - self.processes[0].skew_s) * 1e6) + 1
         if self._armed_us is not None and self.clock.now_us < self._armed_us <= at_us:
             return
         self._armed_us = at_us
 
         def ring() -> None:
             if self.group is group:
-                self._wake(0)
+                self.wake(0)
 
         self.clock.at(at_us, ring)
 
@@ -274,7 +306,7 @@ class World:
 
     # --- ranks ---------------------------------------------------------------------------
 
-    def _arrive(self, group: Group, process: Process, frame: bytes) -> None:
+    def arrive(self, group: Group, process: Process, frame: bytes) -> None:
         """A frame reaches a follower in two pieces; an ended epoch's reaches its successor."""
         if self.group is None:
             return
@@ -287,27 +319,46 @@ class World:
         for piece in (frame[:cut], frame[cut:]):
             done = group.deliver(process.rank, piece)
             for load in done.loads:
-                self._write_load(group, process, load)
+                self.writers.write(group, process, load)
             if done.turns:
-                process.applied_at = self.now
+                process.applied_at = process.now
                 process.changed = True
                 self.progress(process)
         self._poke(group)
 
     def _poke(self, group: Group) -> None:
-        """Start every step that can start."""
+        """Start every step, and every compilation, that can start."""
+        self._compile(group)
         for process in self.processes:
             if not process.busy and not process.dead and group.executable(process.rank):
                 process.busy = True
                 delay = self.chooser.between(1, self.scenario.step_us_max)
                 self.clock.after(delay, lambda p=process: self._execute(group, p))  # type: ignore[misc]
 
+    def _compile(self, group: Group) -> None:
+        rank = group.sampling_rank
+        process = self.processes[rank.rank]
+        if process.compiling or process.dead or not rank.compiling:
+            return
+        process.compiling = True
+
+        def done() -> None:
+            process.compiling = False
+            if process.dead or self.group is not group:
+                return
+            report = group.compile_next()
+            assert report is not None
+            self.to_leader(process, lambda: self.post(report))
+            self._compile(group)
+
+        self.clock.after(self.chooser.between(0, self.scenario.compile_us_max), done)
+
     def _execute(self, group: Group, process: Process) -> None:
         process.busy = False
         if process.dead or self.group is not group:
             return
         result = group.execute(process.rank)
-        process.executed_at = self.now
+        process.executed_at = process.now
         process.changed = True
         if process.rank.rank:
             self.progress(process)
@@ -372,53 +423,6 @@ class World:
             self.truth.receipt(receipt)
             for gateway in self.gateways:
                 gateway.receipt(group.epoch, receipt)
-
-    # --- off-queue writers ---------------------------------------------------------------
-
-    def _load(self, tries: int) -> None:
-        """The KV of a prefix that some request may have arrives from elsewhere."""
-        group = self.group
-        if group is None or self.processes[0].dead or group.ranks[0].loads:
-            return
-        shape = self.scenario.shape
-        family = self.chooser.below(3)
-        count = shape.block_size * self.scenario.load_blocks
-        tokens = [(family * 5 + 3 * i) % shape.vocab for i in range(count)]
-        got = group.begin_load(tokens, fenced=self._fenced)
-        if got is None:
-            self.coverage["loads that found no block past its fence"] += 1
-            if tries:
-                self.clock.after(300, lambda: self._load(tries - 1))
-            return
-        load, frame = got
-        self.coverage["loads"] += 1
-        self._pending_load = set(range(shape.ranks))
-        for process in self.processes[1:]:
-            process.down.send(lambda p=process: self._arrive(group, p, frame))  # type: ignore[misc]
-        self._write_load(group, self.processes[0], load)
-
-    def _write_load(self, group: Group, process: Process, load: Load) -> None:
-        solo = self.solos.of(tuple(load.tokens))
-
-        def write() -> None:
-            if process.dead:
-                return
-            group.write_load(process.rank, load, solo)
-            if process.rank.rank:
-                self.to_leader(process, lambda: self._loaded(group, process, load))
-            else:
-                self._loaded(group, process, load)
-
-        self.clock.after(self.chooser.between(0, self.scenario.step_us_max), write)
-
-    def _loaded(self, group: Group, process: Process, load: Load) -> None:
-        self._pending_load.discard(process.rank.rank)
-        if self._pending_load or self.group is not group:
-            return
-        frame = group.end_load(load)
-        for follower in self.processes[1:]:
-            follower.down.send(lambda p=follower: self._arrive(group, p, frame))  # type: ignore[misc]
-        self._wake(0)
 
     def report(self, seed: int) -> Report:
         """What the run came to."""

@@ -1,4 +1,27 @@
-"""Sequences that went wrong in other engines, one test each, by their case numbers."""
+"""Sequences that went wrong in other engines, by their case numbers.
+
+| case | what | where |
+|---|---|---|
+| e01 | deadlines where ranks' clocks differ | here; clocks 1 s apart: test_worlds.py |
+| e02 | cancels between admitted and applied | here |
+| e03 | tokens of a cancelled request reach no other | here |
+| e04 | blocks used again under steps in flight | here; off-queue writers in test_off_queue.py |
+| e05 | a cancel in the last forward | here |
+| e06 | deadlines while no step can run | here |
+| e07 | one rank alone in trouble | here; tests/stack/test_faults.py with processes |
+| e08 | a cancel in a chunk, the same prompt again | here |
+| e09 | preempted with drafts in flight | here |
+| e10 | one prefix in one step | here |
+| e11 | a cancel after the last chunk | here |
+| e12 | finished and preempted in one turn | here; freed twice: core/test_ledger_model.py |
+| e13 | all choices or none | here |
+| e14 | what can never fit | here |
+| e15 | a request that outgrows the pool | here |
+| e16 | stop strings over token borders | tests/engine/test_front_text.py |
+| e17 | a character split over tokens | tests/engine/test_front_text.py |
+| e18 | an idle group wakes | here |
+| e19 | spans of a request without a first token | tests/stack/test_stops.py |
+"""
 
 from __future__ import annotations
 
@@ -7,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from stopway_core.events import Completed
 from stopway_core.types import Deadlines
+from stopway_sim.places import Place
 
 if TYPE_CHECKING:
     from .conftest import Stack
@@ -79,7 +103,7 @@ def test_case_e04_blocks_of_a_finished_request_are_used_before_the_next_step_is_
     stack: Stacks,
 ) -> None:
     """Ordered writers: step N ends A, N+1 is in flight, B is admitted into A's blocks."""
-    s = stack(blocks=6, window=2, max_batch_tokens=16)
+    s = stack(blocks=6, window=2, max_batch_tokens=32)
     s.turn(s.submit("a", A, 1))  # step 1: 3 blocks
     s.turn(s.submit("c", (50, 51, 52), 6))  # step 2: 1 block
     first, result = (s.group.execute(rank) for rank in s.group.ranks)
@@ -98,7 +122,7 @@ def test_case_e04_blocks_of_a_finished_request_are_used_before_the_next_step_is_
 def test_case_e04_blocks_of_a_stopped_request_are_used_while_its_steps_still_write(
     stack: Stacks,
 ) -> None:
-    s = stack(blocks=3, window=3, max_batch_tokens=4)
+    s = stack(blocks=3, pipeline=3, window=3, max_batch_tokens=12)
     s.turn(s.submit("a", A))
     s.turn()  # two chunks in flight, none executed
     s.turn(s.stop("s", "a"), s.submit("b", B, 1))  # b's chunks go behind them, to the same blocks
@@ -131,8 +155,37 @@ def test_case_e06_deadlines_are_kept_while_no_step_can_run(stack: Stacks) -> Non
     assert s.of("b").delivered == s.solo(B, 2)
 
 
+def test_case_e07_one_rank_alone_in_trouble_stops_no_other(stack: Stacks) -> None:
+    """A follower that has not heard of anything holds up nothing but its own steps.
+
+    Here it gets no frame while the others end a request by its deadline: there is no collective
+    that they would have to meet it in, and it does the same later.
+    """
+    s = stack(tensor=2, pipeline=2, window=2)
+    s.turn(s.submit("a", A, deadlines=Deadlines(total=1.0)), s.submit("b", B))
+    stuck = s.group.ranks[3]
+    kept: list[bytes] = []
+    s.now += 1.0
+    got = s.group.turn(s.now, [])
+    assert got is not None and [e.uid for e in got[0].outputs.ended] == ["a"]
+    s.truth.after_turn(got[0], s.now)
+    for rank in s.group.ranks[1:]:
+        if rank is stuck:
+            kept.append(got[1])
+        else:
+            s.group.deliver(rank, got[1])
+    assert [list(rank.replica.seqs) for rank in s.group.ranks] == [[2], [2], [2], [1, 2]]
+    done = s.steps()  # the step that was launched before needs no word about it
+    assert {rank.executed for rank in s.group.ranks} == {1}
+    s.group.deliver(stuck, kept[0])
+    assert list(stuck.replica.seqs) == [2]
+    s.turn(*done)
+    s.finish()
+    assert s.ended("a") == ("deadline_total", 0) and s.of("b").delivered == s.solo(B, 4)
+
+
 def test_case_e08_a_cancel_in_the_second_chunk_shares_no_unfilled_block(stack: Stacks) -> None:
-    s = stack(max_batch_tokens=4, window=2)
+    s = stack(max_batch_tokens=8, window=2)
     s.turn(s.submit("a", A))
     s.turn()  # chunk 2 is in flight too
     _, result = (s.group.execute(rank) for rank in s.group.ranks)
@@ -154,6 +207,35 @@ def test_case_e09_a_preempted_request_goes_on_as_if_it_had_not_been(stack: Stack
     assert s.ended("b") == ("length", 9)
 
 
+# Every three tokens of a vocabulary of three: a draft follows whatever was sampled.
+TRIPLES = (0, 0, 0, 1, 0, 0, 2, 0, 1, 1, 0, 1, 2, 0, 2, 1, 0, 2, 2, 1, 1, 1, 2, 1, 2, 2, 2, 0, 0)
+
+
+def test_case_e09_preempted_with_drafts_in_flight(stack: Stacks) -> None:
+    """Delivered once though they were in flight, none lost, none stale, and paid for in budget."""
+    s = stack(blocks=15, window=2, vocab=3, draft_tokens=3, max_batch_tokens=64)
+    short = TRIPLES[26::-1]  # its second token needs a block when B's drafts are in flight
+    s.turn(s.submit("a", short, 12), s.submit("b", TRIPLES, 12))
+    s.settle()
+    planner = s.group.planner
+    while s.place("b") is not Place.DRAFT:
+        s.advance()
+    (planned,) = s.advance()
+    assert planned.turn.preempts == [2] and s.place("b") is Place.STALE
+    had = s.of("b").delivered[:]
+    s.advance()
+    fresh = s.of("b").delivered[len(had) :]
+    assert fresh and s.place("b") is Place.PREEMPTED  # they were in flight, and came once
+    assert planner.drafted_tokens >= 2
+    for made in s.finish():
+        if made.turn.launch is not None:
+            assert made.turn.launch.tokens <= planner.config.step_tokens
+    assert s.of("a").delivered == s.solo(short, 12) and s.of("b").delivered == s.solo(TRIPLES, 12)
+    ended = s.of("b").ended
+    assert ended is not None and (ended.reason.value, ended.keep) == ("length", 12)
+    assert ended.discarded_tokens == 0 and ended.preemptions == 1
+
+
 def test_case_e10_one_prefix_in_one_step_and_the_first_is_cancelled(stack: Stacks) -> None:
     s = stack(max_batch_tokens=64)
     prompts = [(*A[:8], 60 + i) for i in range(4)]
@@ -170,7 +252,7 @@ def test_case_e10_one_prefix_in_one_step_and_the_first_is_cancelled(stack: Stack
 
 
 def test_case_e11_a_cancel_after_the_last_chunk_was_launched(stack: Stacks) -> None:
-    s = stack(max_batch_tokens=8)
+    s = stack(max_batch_tokens=16)
     before = s.counts
     s.turn(s.submit("a", A))
     s.turn(*s.steps())  # the last chunk is on its way
@@ -206,6 +288,7 @@ def test_case_e12_stopped_and_about_to_be_preempted_in_one_turn(stack: Stacks) -
 def test_case_e13_a_parent_is_cancelled_while_half_of_it_waits(stack: Stacks) -> None:
     s = stack(max_running=2)
     s.turn(s.submit("p", A, choices=4))
+    s.turn(*s.steps())  # the first has the prompt, the second forks it
     assert (s.group.planner.running, s.group.planner.waiting) == (2, 2)
     s.turn(s.stop("s", "p"))
     requests = s.group.planner.requests

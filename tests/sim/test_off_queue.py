@@ -2,11 +2,13 @@
 they do, and the simulation sees it."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from stopway_core.events import StopSignal, Submit
 from stopway_core.planner import PlannerConfig
+from stopway_core.policies import POLICIES
 from stopway_core.types import Reason, SamplingParams, Stop, Submission, Target
 from stopway_sim import Group, GroupShape, Seeded, SimFailure, World
 from stopway_sim import scenario as scenarios
@@ -131,8 +133,23 @@ def test_crowded_worlds_hold_with_the_fence_and_are_caught_without_it() -> None:
         assert "writes sealed block" in failure or "undisturbed run" in failure
 
 
-def test_a_drawn_world_has_room_for_its_loads_beside_any_request() -> None:
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_policies_without_fences_meet_hazards_and_those_with_never_do(policy: str) -> None:
+    hazards = 0
+    for seed in range(40):
+        chooser = Seeded(seed)
+        world = World(replace(crowded(chooser), policy=policy, deadline_rate=60), chooser)
+        world.run()  # what would have been taken too early waits, so all ends well
+        hazards += world.coverage["hazards"]
+    assert (hazards > 0) == (not POLICIES[policy].fenced)
+
+
+def test_a_drawn_world_has_room_for_its_loads_beside_any_request_or_makes_it_wait() -> None:
+    kinds = set()
     for seed in range(200):
         drawn = scenarios.draw(Seeded(seed))
         assert drawn.planner_config().max_model_len <= drawn.positions
-        assert drawn.positions // drawn.shape.block_size + drawn.load_blocks == drawn.shape.blocks
+        beside = drawn.load_blocks if drawn.alone else 0
+        assert drawn.positions // drawn.shape.block_size + beside == drawn.shape.blocks
+        kinds.add((drawn.alone, drawn.load_blocks > 0))
+    assert len(kinds) == 4

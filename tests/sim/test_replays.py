@@ -15,7 +15,7 @@ import sys
 from stopway_core.replica import Replica
 from stopway_core.turn import decode_turn
 from stopway_core.wire import Decoder
-replica = Replica(12, 4)
+replica = Replica(12, 4, grammars=4)
 for frame in Decoder().feed(open(sys.argv[1], "rb").read()):
     replica.apply(decode_turn(frame))
 replica.check()

@@ -1,0 +1,86 @@
+"""What fleet is simulated, and what goes wrong in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stopway_core.policies import POLICIES
+from stopway_core.policy import Policy
+from stopway_sim.fleet.cost import CostModel
+from stopway_sim.fleet.errors import FleetError
+
+DISPATCH_WAIT_S = 10.0  # a gateway waits so long for a ready group
+
+
+@dataclass(frozen=True, slots=True)
+class RankLost:
+    """A rank of ``group`` dies ``at_s``: its epoch ends, and it is back ``down_s`` later."""
+
+    at_s: float
+    group: int
+    down_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostLoads:
+    """Off-queue writers: host memory loads that take blocks of each group.
+
+    Poisson at ``per_s`` for each group; each holds ``blocks`` for ``seconds``. One that finds too
+    few blocks is given up and counted.
+    """
+
+    per_s: float = 0.0
+    blocks: int = 16
+    seconds: float = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """``groups`` alike, with one policy.
+
+    With ``split`` the groups are pairs of a prefill group (even) and its decode group (odd). The
+    first ``checked`` groups also apply every turn on a follower, through the wire, and compare.
+    ``layer_stops``: rows of an ended request leave a prefill step two layers later.
+    """
+
+    groups: int = 4
+    cost: CostModel = field(default_factory=CostModel)
+    policy: Policy = field(default_factory=lambda: POLICIES["native"])
+    split: bool = False
+    layer_stops: bool = False
+    checked: int = 0
+    host_loads: HostLoads = field(default_factory=HostLoads)
+    faults: tuple[RankLost, ...] = ()
+    redis_down: tuple[tuple[float, float], ...] = ()  # (from, to), seconds
+
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise FleetError(f"a fleet of {self.groups} groups; give at least 1")
+        if self.split and self.groups % 2:
+            raise FleetError(f"a split fleet is made of pairs; {self.groups} groups is odd")
+        longest = -(-self.cost.max_model_len // self.cost.block_size)
+        if (self.split or self.host_loads.per_s) and self.cost.blocks * 15 // 16 < 2 * longest:
+            raise FleetError(
+                f"off-queue use beside a request of {self.cost.max_model_len} tokens needs more "
+                f"than {self.cost.blocks} blocks; give at least {2 * longest * 16 // 15 + 1}, or "
+                "a smaller max_model_len"
+            )
+        loads = self.host_loads
+        if loads.per_s < 0 or loads.blocks < 1 or loads.seconds < 0:
+            raise FleetError("host loads: 0 or more a second, of 1 block or more, for 0 s or more")
+        for fault in self.faults:
+            if not 0 <= fault.group < self.groups:
+                raise FleetError(
+                    f"a rank of group {fault.group} is to be lost; groups are 0 to "
+                    f"{self.groups - 1}"
+                )
+            if fault.at_s < 0 or fault.down_s <= 0:
+                raise FleetError("a rank is lost at 0 s or later, and for longer than 0 s")
+        for start, end in self.redis_down:
+            if not 0 <= start < end:
+                raise FleetError(f"Redis is down from {start} to {end}: give a time after it")
+
+    @property
+    def cells(self) -> int:
+        """Independent parts: groups, or pairs of them."""
+        return self.groups // 2 if self.split else self.groups

@@ -1,0 +1,33 @@
+"""What is counted while a cell runs. Tallies of cells add up in the order of the cells."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+
+SERIES = ("first_token", "total", "detect", "notify", "effective", "reclaimed")
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts, and durations in seconds; ``Report`` says exactly what each is."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    series: dict[str, array[float]] = field(
+        default_factory=lambda: {name: array("d") for name in SERIES}
+    )
+    block_seconds: float = 0.0
+    last_end_s: float = 0.0
+
+    def add(self, other: Tally) -> None:
+        """Take in another cell's."""
+        self.outcomes.update(other.outcomes)
+        self.reasons.update(other.reasons)
+        self.counts.update(other.counts)
+        for name, values in other.series.items():
+            self.series[name].extend(values)
+        self.block_seconds += other.block_seconds
+        self.last_end_s = max(self.last_end_s, other.last_end_s)

@@ -1,0 +1,83 @@
+"""A workload from a CSV: what was asked when, and when it was given up."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable
+
+from stopway_sim.fleet.errors import FleetError
+from stopway_sim.fleet.workload import Spec
+
+REQUIRED = ("arrival", "prompt", "output")
+OPTIONAL = ("cancel",)
+
+
+def read_trace(lines: Iterable[str], name: str, limit: int) -> list[Spec]:
+    """The requests of a CSV with a header, by arrival.
+
+    Columns: ``arrival`` (s), ``prompt`` and ``output`` (tokens), and optionally ``cancel`` (s, the
+    clock of ``arrival``; empty: never): the client calls cancel then. ``limit`` is the model's
+    context. Raises ``FleetError`` that names the line (the header is line 1) and the column.
+    """
+    reader = csv.reader(lines)
+    columns = [column.strip().lower() for column in next(reader, [])]
+    _check_header(name, columns)
+    specs: list[Spec] = []
+    for row in reader:
+        if not row or not any(cell.strip() for cell in row):
+            continue
+        where = f"{name}, line {reader.line_num}"
+        if len(row) != len(columns):
+            raise FleetError(f"{where}: {len(row)} cells under {len(columns)} columns")
+        cells = {column: cell.strip() for column, cell in zip(columns, row, strict=True)}
+        specs.append(_spec(where, cells, len(specs), limit))
+    if not specs:
+        raise FleetError(f"{name}: no requests below the header")
+    return sorted(specs, key=lambda spec: (spec.arrival_s, spec.number))
+
+
+def _check_header(name: str, columns: list[str]) -> None:
+    missing = [column for column in REQUIRED if column not in columns]
+    unknown = [column for column in columns if column not in REQUIRED + OPTIONAL]
+    if missing or unknown or len(set(columns)) != len(columns):
+        what = f"no column {missing[0]!r}" if missing else f"column {(unknown or columns)[-1]!r}"
+        raise FleetError(
+            f"{name}, line 1: {what}; the header is arrival,prompt,output or "
+            "arrival,prompt,output,cancel, in any order"
+        )
+
+
+def _spec(where: str, cells: dict[str, str], number: int, limit: int) -> Spec:
+    arrival = _seconds(where, "arrival", cells["arrival"])
+    prompt = _tokens(where, "prompt", cells["prompt"])
+    output = _tokens(where, "output", cells["output"])
+    if prompt + output > limit:
+        raise FleetError(
+            f"{where}, column 'output': {prompt} + {output} tokens exceed the context of {limit}"
+        )
+    after: float | None = None
+    if cells.get("cancel"):
+        cancel = _seconds(where, "cancel", cells["cancel"])
+        if cancel < arrival:
+            raise FleetError(f"{where}, column 'cancel': {cancel:g} s is before its arrival")
+        after = cancel - arrival
+    return Spec(number, arrival, own=prompt, output=output, cancel_after_s=after)
+
+
+def _seconds(where: str, column: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise FleetError(f"{where}, column {column!r}: {text!r} is no time; give seconds from 0")
+    return value
+
+
+def _tokens(where: str, column: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise FleetError(
+            f"{where}, column {column!r}: {text!r} is no count; give a whole number from 1"
+        )
+    return int(text)

@@ -1,0 +1,184 @@
+"""The simulated fleet against cases that are worked out by hand, to the last microsecond."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stopway_core.policies import POLICIES
+from stopway_core.types import Deadlines
+from stopway_sim.fleet import CostModel, FleetConfig, RankLost, Report, Spec, Storm, Workload
+from stopway_sim.fleet.run import simulate
+
+# A step: 10 ms, 2 ms for each decoding row, 0.1 ms for each prefill token.
+COST = CostModel(
+    base_s=0.010,
+    decode=((1, 0.002),),
+    prefill=((100, 0.010),),
+    turn_s=0.0,
+    control_s=0.0,
+    hop_s=0.0,
+    gateway_s=0.001,
+    redis_s=0.002,
+    detokenize_s=0.0,
+    intake_s=0.0,
+    intake_token_s=0.0,
+    transfer_s=0.005,
+    window=1,
+    transfer_token_s=0.0,
+    blocks=64,
+    max_model_len=256,
+)
+
+
+def run(*specs: Spec, fleet: FleetConfig | None = None, **workload: object) -> Report:
+    config = fleet or FleetConfig(groups=1, cost=COST)
+    work = replace(Workload(), **workload)  # type: ignore[arg-type]
+    return simulate(config, work, seed=1, trace=specs)
+
+
+def with_policy(name: str) -> FleetConfig:
+    return FleetConfig(groups=1, cost=COST, policy=POLICIES[name])
+
+
+def series(report: Report, name: str) -> Any:
+    """A series that equals one within a nanosecond."""
+    return pytest.approx(list(report.tally.series[name]), abs=1e-9)
+
+
+def test_two_requests_take_the_steps_that_were_worked_out() -> None:
+    # A is at the leader at 1 ms: prefill of 20 until 13. B is there at 6. One step decodes A and
+    # prefills 50 of B, 17 ms: until 30. One decodes both, 14 ms: until 44, the end of both.
+    report = run(Spec(0, 0.0, own=20, output=3), Spec(1, 0.005, own=50, output=2))
+    assert series(report, "first_token") == [0.014, 0.026]
+    assert series(report, "total") == [0.045, 0.040]
+    assert report.makespan_s == pytest.approx(0.044)
+    assert report.tally.counts["delivered"] == 5
+    assert report.rate("good") == pytest.approx(5 / 0.044)
+
+
+def test_a_pipeline_overlaps_steps_and_pays_its_hops() -> None:
+    # Two stages of 6 ms and a hop of 1 ms; a result takes 2 ms back, a turn 2 ms out. One prompt
+    # token: 10.1 ms, so 5.05 a stage: 1 + 2 + 5.05 + 1 + 5.05 + 2 = 16.1, and 1 to the client.
+    cost = replace(COST, pipeline=2, window=2, control_s=0.002, hop_s=0.001)
+    report = run(Spec(0, 0.0, own=1, output=1), fleet=FleetConfig(groups=1, cost=cost))
+    assert series(report, "first_token") == [0.0171]
+
+
+def test_a_cancel_while_a_step_is_in_flight() -> None:
+    # The step that began at 13 ms is in flight until 25. The client cancels at 20, having one
+    # token; Redis takes 2 ms. 21 positions are two blocks.
+    report = run(Spec(0, 0.0, own=20, output=100, cancel_after_s=0.020))
+    assert series(report, "detect") == [0.0]
+    assert series(report, "notify") == [0.002]
+    assert series(report, "effective") == [0.002]
+    assert series(report, "reclaimed") == [0.005]
+    assert report.tally.block_seconds == pytest.approx(2 * 0.005)
+    assert (report.tally.counts["delivered"], report.tally.counts["thrown_away"]) == (1, 1)
+    assert report.tally.reasons == {"client_cancel": 1}
+
+
+def test_a_client_that_waits_for_tokens_acts_when_it_has_them() -> None:
+    # The second token is at the client at 26 ms; the stop at 28, in the step from 25 to 37.
+    report = run(Spec(0, 0.0, own=20, output=100, cancel_after_tokens=2))
+    assert series(report, "effective") == [0.002]
+    assert series(report, "reclaimed") == [0.011]
+    assert report.tally.counts["delivered"] == 2
+
+
+def test_a_disconnect_is_seen_as_the_policy_sees_it() -> None:
+    spec = Spec(0, 0.0, own=20, output=200, cancel_after_s=0.020, disconnect=True)
+    found = {
+        name: run(spec, fleet=with_policy(name)) for name in ("native", "sglang", "tensorrt-llm")
+    }
+    assert series(found["native"], "detect") == [0.0]
+    assert series(found["sglang"], "detect") == [2.0]
+    assert series(found["tensorrt-llm"], "detect") == [0.98]  # the next whole second
+    for name, steps in (("sglang", 166), ("tensorrt-llm", 81)):
+        # What is sampled after the client has gone is thrown away.
+        assert found[name].tally.counts["delivered"] == 1
+        assert found[name].tally.counts["thrown_away"] >= steps
+
+
+def test_a_client_that_goes_within_the_grace_of_a_short_answer_stops_nothing() -> None:
+    spec = Spec(0, 0.0, own=20, output=10, cancel_after_s=0.020, disconnect=True)
+    report = run(spec, fleet=with_policy("sglang"))
+    assert report.tally.counts["stops_too_late"] == 1
+    assert report.tally.outcomes == {"finished": 1}
+    assert report.tally.counts["good"] == 0  # nobody reads it
+
+
+def test_stops_overtake_the_intake_or_wait_in_it() -> None:
+    # Tokenizing takes 50 ms a request; B's is under way when the stop of A arrives at 32 ms.
+    cost = replace(COST, intake_s=0.05)
+    specs = (Spec(0, 0.0, own=20, output=100, cancel_after_s=0.060), Spec(1, 0.055, 20, 1))
+    for name, notified in (("native", 0.002), ("tensorrt-llm", 0.046)):
+        fleet = FleetConfig(groups=1, cost=cost, policy=POLICIES[name])
+        assert series(run(*specs, fleet=fleet), "notify") == [notified]
+
+
+def test_a_stop_goes_past_redis_when_that_is_down() -> None:
+    fleet = FleetConfig(groups=1, cost=COST, redis_down=((0.0, 1.0),))
+    report = run(Spec(0, 0.0, own=20, output=100, cancel_after_s=0.020), fleet=fleet)
+    assert series(report, "notify") == [0.201]
+
+
+def test_rows_of_a_stopped_prefill_leave_between_layers() -> None:
+    # 200 tokens: 30 ms from 1 to 31. The stop is there at 10 ms, in layer 9 of 32: the rows are
+    # gone after layer 11, and 21 layers of the 20 ms that they cost are saved.
+    spec = Spec(0, 0.0, own=200, output=10, cancel_after_s=0.008)
+    whole = run(spec)
+    assert series(whole, "reclaimed") == [0.023]
+    early = run(spec, fleet=FleetConfig(groups=1, cost=COST, layer_stops=True))
+    assert series(early, "effective") == [0.002]
+    assert series(early, "reclaimed") == [0.023 - 0.020 * 21 / 32]
+
+
+def test_a_deadline_ends_a_request_by_itself() -> None:
+    report = run(Spec(0, 0.0, own=20, output=100), deadlines=Deadlines(total=0.030))
+    assert report.tally.reasons == {"deadline_total": 1}
+    assert report.makespan_s == pytest.approx(0.031)
+
+
+def test_a_storm_takes_all_that_live() -> None:
+    specs = [Spec(i, 0.0, own=20, output=100) for i in range(5)] + [Spec(5, 0.3, 20, 2)]
+    report = run(*specs, storms=(Storm(0.2, 1.0),))
+    assert report.tally.outcomes == {"stopped": 5, "finished": 1}
+    assert series(report, "effective") == [0.002] * 5
+
+
+def test_a_lost_rank_fails_what_the_group_had_and_the_next_waits() -> None:
+    fleet = FleetConfig(groups=1, cost=COST, faults=(RankLost(0.020, 0, down_s=1.0),))
+    report = run(Spec(0, 0.0, own=20, output=100), Spec(1, 0.5, own=20, output=1), fleet=fleet)
+    assert report.tally.reasons == {"rank_lost": 1, "length": 1}
+    # Sent at 500, dispatched at 1020, at the leader a millisecond later, 12 ms, a millisecond.
+    assert series(report, "first_token") == [0.534]
+
+
+def test_a_gateway_waits_no_longer_than_it_says() -> None:
+    fleet = FleetConfig(groups=1, cost=COST, faults=(RankLost(0.0, 0, down_s=60.0),))
+    report = run(Spec(0, 1.0, own=20, output=1), fleet=fleet)
+    assert report.tally.reasons == {"rank_lost": 1}
+    assert report.makespan_s == pytest.approx(11.0)
+
+
+def test_prefill_and_decode_are_joined_by_a_transfer() -> None:
+    # Prefill of 32 until 14.2 ms, transfer of 5, then 33 tokens of which 32 are there: a prefill
+    # step of 1 token, 10.1 ms, which samples the second.
+    fleet = FleetConfig(groups=2, cost=COST, split=True)
+    report = run(Spec(0, 0.0, own=32, output=2), fleet=fleet)
+    assert series(report, "first_token") == [0.0152]
+    assert series(report, "total") == [0.0142 + 0.005 + 0.0101 + 0.001]
+    assert report.tally.counts["delivered"] == 2
+    assert report.tally.counts["transfers"] == 1
+
+
+def test_a_stop_of_a_transfer_waits_until_it_is_quiet() -> None:
+    # In transfer from 14.2 to 19.2 ms; the stop is there at 16.
+    fleet = FleetConfig(groups=2, cost=COST, split=True)
+    report = run(Spec(0, 0.0, own=32, output=50, cancel_after_s=0.014), fleet=fleet)
+    assert series(report, "effective") == [0.002]
+    assert series(report, "reclaimed") == [0.0052]
+    assert report.tally.block_seconds == pytest.approx(4 * 0.0052)  # two blocks on either side

@@ -19,7 +19,8 @@ oneDNN compiles kernels) repeat from step to step."""
 
 @dataclass
 class DecodeGroup:
-    """Rows ``first .. first + count - 1`` of the batch, one new token each, of similar length.
+    """Rows ``first .. first + count - 1`` of the batch, each with a context of its own, of similar
+    length: one new token of a request, or one of a request's token and drafts.
 
     ``blocks`` int64 [count * blocks each]; ``mask`` [count, 1, positions] in the compute dtype is
     0 where the row may look and -inf elsewhere.
@@ -67,7 +68,8 @@ class Batch:
 
     ``n`` real rows, ``padded`` rows with what invariant mode adds. ``tokens`` and ``positions``
     are int64 [padded], ``where`` the KV slots of the real rows, ``sampled`` int64 the batch rows
-    whose logits are wanted, in the step's order.
+    whose logits are wanted: of each of the step's rows the last ``samples``, in the step's order.
+    ``spans`` are (first batch row, count) of each of the step's rows.
     """
 
     n: int
@@ -76,6 +78,7 @@ class Batch:
     positions: Tensor
     where: tuple[Tensor, Tensor]
     sampled: Tensor
+    spans: list[tuple[int, int]]
     decodes: list[DecodeGroup]
     segments: list[Segment]
     tiles: list[TileGroup]
@@ -90,16 +93,16 @@ def build_batch(
     invariant: bool,
 ) -> Batch:
     """Flatten ``rows``. Their block tables must cover their positions; ids are not checked."""
-    decode = [i for i, row in enumerate(rows) if len(row.tokens) == 1]
+    decode = [i for i, row in enumerate(rows) if _decodes_each(row)]
     decode.sort(key=lambda i: -rows[i].start)  # stable: equal lengths keep the step's order
-    order = decode + [i for i, row in enumerate(rows) if len(row.tokens) != 1]
+    order = decode + [i for i, row in enumerate(rows) if not _decodes_each(row)]
     counts = np.array([len(rows[i].tokens) for i in order], dtype=np.int64)
     assert counts.size and counts.min() > 0, "a step has rows and a row has tokens"
     firsts = np.concatenate([[0], np.cumsum(counts)])
     n = int(firsts[-1])
     padded = -(-n // ROW_TILE) * ROW_TILE if invariant else n
     tokens, positions = np.zeros(padded, np.int64), np.zeros(padded, np.int64)
-    ids, last = np.empty(n, np.int64), np.empty(len(rows), np.int64)
+    ids, spans = np.empty(n, np.int64), [(0, 0)] * len(rows)
     for first, i in zip(firsts, order, strict=False):
         row, end = rows[i], first + len(rows[i].tokens)
         assert (row.start + end - first - 1) // block_size < len(row.blocks), "table too short"
@@ -109,8 +112,12 @@ def build_batch(
         low = row.start // block_size
         own = np.array(row.blocks[low : where[-1] // block_size + 1], np.int64)
         ids[first:end] = own[where // block_size - low]
-        last[i] = end - 1
-    sampled = np.array([last[i] for i, row in enumerate(rows) if row.sample], np.int64)
+        spans[i] = (int(first), len(row.tokens))
+    sampled = [
+        first + count - row.samples + i
+        for row, (first, count) in zip(rows, spans, strict=True)
+        for i in range(row.samples)
+    ]
 
     def put(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -121,7 +128,8 @@ def build_batch(
         tokens=put(tokens),
         positions=put(positions),
         where=(put(ids), put(positions[:n] % block_size)),
-        sampled=put(sampled),
+        sampled=put(np.array(sampled, np.int64)),
+        spans=spans,
         decodes=[],
         segments=[],
         tiles=[],
@@ -136,6 +144,14 @@ def build_batch(
             for row, first in zip(ordered[len(decode) :], firsts[len(decode) :], strict=False)
         ]
     return batch
+
+
+def _decodes_each(row: RowWork) -> bool:
+    """Whether every token of the row is looked at as a decode of its own.
+
+    A few drafts among other rows are much cheaper so than as a chunk with its own attention.
+    """
+    return len(row.tokens) in (1, row.samples)
 
 
 def _table(rows: Sequence[RowWork], contexts: Sequence[int], block_size: int, width: int) -> Tensor:
@@ -155,17 +171,20 @@ def _table(rows: Sequence[RowWork], contexts: Sequence[int], block_size: int, wi
 def _decodes(
     rows: Sequence[RowWork], block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[DecodeGroup]:
-    """Groups in which the shortest context is at least half of the longest."""
+    """Groups in which the shortest context is about half of the longest, or more."""
     step = int(np.lcm(_BUCKET, block_size))
+    lanes = [(row, row.start + i + 1) for row in rows for i in range(len(row.tokens))]
     groups: list[DecodeGroup] = []
     first = 0
-    while first < len(rows):
-        width = -(-(rows[first].start + 1) // step) * step
+    while first < len(lanes):
+        width = -(-lanes[first][1] // step) * step
         end = first + 1
-        while end < len(rows) and (rows[end].start + 1) * 2 > width - step:
+        while end < len(lanes) and lanes[end][1] * 2 > width - step:
             end += 1
-        contexts = [row.start + 1 for row in rows[first:end]]
-        blocks = _table(rows[first:end], contexts, block_size, width // block_size)
+        contexts = [context for _, context in lanes[first:end]]
+        width = -(-max(contexts) // step) * step  # of a request's drafts the last is the longest
+        owners = [row for row, _ in lanes[first:end]]
+        blocks = _table(owners, contexts, block_size, width // block_size)
         allowed = np.arange(width)[None, :] < np.array(contexts)[:, None]
         mask = np.where(allowed, np.float32(0), np.float32(-np.inf))
         groups.append(

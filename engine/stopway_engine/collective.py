@@ -27,6 +27,10 @@ class Collective(Protocol):
         """``x`` f32 [n, own width] of each TP rank, joined [n, sum of widths] at TP 0 only."""
         ...
 
+    def broadcast(self, x: Tensor) -> None:
+        """``x`` of TP 0 to the other ranks of the TP group, in place."""
+        ...
+
     def receive_hidden(self, n: int, width: int, device: torch.device) -> Tensor:
         """The residual f32 [n, width] from the same TP index of the stage before."""
         ...
@@ -49,6 +53,9 @@ class LocalCollective:
     def gather_logits(self, x: Tensor, widths: list[int]) -> Tensor | None:
         """See ``Collective``."""
         return x
+
+    def broadcast(self, x: Tensor) -> None:
+        """See ``Collective``."""
 
     def receive_hidden(self, n: int, width: int, device: torch.device) -> Tensor:
         """Never called: the first stage embeds."""
@@ -113,6 +120,11 @@ class TorchCollective:
         return torch.cat(
             [part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1
         )
+
+    def broadcast(self, x: Tensor) -> None:
+        """See ``Collective``."""
+        if self._tp_group is not None:
+            dist.broadcast(x, src=self._shard.stage * self._shard.tp, group=self._tp_group)
 
     def receive_hidden(self, n: int, width: int, device: torch.device) -> Tensor:
         """See ``Collective``."""

@@ -11,7 +11,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from stopway_core import names
 from stopway_core.policies import POLICIES
-from stopway_core.topology import CONTROL_PORT, FRONT_PORT, HEALTH_PORT
+from stopway_core.topology import (
+    CONTROL_PORT,
+    DRAFT_TOKENS_MAX,
+    FRONT_PORT,
+    GRAMMARS_MAX,
+    HEALTH_PORT,
+)
+from stopway_core.types import Deadlines
 
 
 class ConfigError(Exception):
@@ -23,7 +30,10 @@ EXIT_EPOCH_ENDED = 75  # a peer was lost; start again and meet the others in a n
 
 
 class PodConfig(BaseSettings):
-    """The settings of one pod. ``0`` and empty mean "choose"; units are in the names."""
+    """The settings of one pod. ``0`` and empty mean "choose"; units are in the names.
+
+    For deadlines and drafts ``0`` means "none". ``grammars`` is how many compiled ones are kept.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix="STOPWAY_", extra="ignore", protected_namespaces=()
@@ -61,6 +71,11 @@ class PodConfig(BaseSettings):
     step_timeout_s: float = Field(60.0, gt=0)
     submit_age_s: float = Field(30.0, gt=0)
     drain_s: float = Field(30.0, ge=0)
+    deadline_queue_s: float = Field(0.0, ge=0, allow_inf_nan=False)
+    deadline_first_token_s: float = Field(0.0, ge=0, allow_inf_nan=False)
+    deadline_total_s: float = Field(0.0, ge=0, allow_inf_nan=False)
+    draft_tokens: int = Field(0, ge=0, le=DRAFT_TOKENS_MAX)
+    grammars: int = Field(32, ge=1, le=GRAMMARS_MAX)
     redis_url: str = ""
     otlp_endpoint: str = ""
     spans_dir: str = ""
@@ -81,8 +96,21 @@ class PodConfig(BaseSettings):
         """Whether this pod has rank 0, and so the front."""
         return self.pod_index == 0
 
+    @property
+    def deadlines(self) -> Deadlines:
+        """The service's own: a request's can only be tighter."""
+        return Deadlines(
+            queue=self.deadline_queue_s or None,
+            first_token=self.deadline_first_token_s or None,
+            total=self.deadline_total_s or None,
+        )
+
     def fingerprint(self, weights: str, build: str) -> str:
-        """What all ranks of a group must have alike to be one group (hex)."""
+        """What all ranks of a group must have alike to be one group (hex).
+
+        Deadlines and drafts are not in it: only the leader decides by them, and the others find
+        what it decided in its turns.
+        """
         alike = {
             "build": build,
             "weights": weights,
@@ -91,6 +119,7 @@ class PodConfig(BaseSettings):
             "numerics": self.numerics,
             "block_size": self.block_size,
             "policy": self.policy,
+            "grammars": self.grammars,
         }
         return hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -24,10 +24,11 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class Done:
-    """A step was executed on this rank, at ``at`` (Unix seconds)."""
+    """A step was executed on this rank, by ``at`` (Unix seconds), in ``seconds``."""
 
     step: int
     at: float
+    seconds: float
     result: StepResult | None
 
 
@@ -82,10 +83,11 @@ class ExecThread:
             self.ready = True
             os.eventfd_write(self._wake, 1)
             while (work := self._work.get()) is not None:
-                self.started_at = time.monotonic()
+                self.started_at = started = time.monotonic()
                 result = runner.run(work)
                 self.started_at = None
-                self._done.append(Done(work.step, time.time(), result))
+                seconds = time.monotonic() - started
+                self._done.append(Done(work.step, time.time(), seconds, result))
                 os.eventfd_write(self._wake, 1)
         except BaseException as error:  # whatever it was, the control thread must hear of it
             traceback.print_exc()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,19 @@ class KvCache:
     def write(self, layer: int, where: tuple[Tensor, Tensor], kv: Tensor) -> None:
         """Store ``kv`` [n, 2 * kv_heads, head_dim] at ``where``: block ids, offsets, int64 [n]."""
         self._by_position[layer].index_put_(where, kv)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to), in every layer, as if one pair came after the other."""
+        if not pairs:
+            return
+        origin: dict[int, int] = {}
+        for source, target in pairs:
+            origin[target] = origin.get(source, source)
+        device = self.layers[0].device
+        sources = torch.tensor(list(origin.values()), dtype=torch.int64, device=device)
+        targets = torch.tensor(list(origin), dtype=torch.int64, device=device)
+        for layer in self.layers:
+            layer.index_copy_(0, targets, layer.index_select(0, sources))
 
     def read(self, layer: int, blocks: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
         """Keys and values of block tables of equal length.

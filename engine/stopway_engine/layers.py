@@ -48,13 +48,17 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 @dataclass
 class StepContext:
-    """What every layer of a step reads: the batch, its rotary tables, the cache, the group."""
+    """What every layer of a step reads: the batch, its rotary tables, the cache, the group.
+
+    ``bits`` f32 [1, hidden] rides on a layer's last sum over the TP group and comes back summed.
+    """
 
     batch: Batch
     cos: Tensor
     sin: Tensor
     kv: KvCache
     collective: Collective
+    bits: Tensor | None = None
 
 
 class Attention:
@@ -187,10 +191,15 @@ class DecoderLayer:
         rotate_(qkv[:, : self._rotated], step.cos, step.sin)
         self._add(step, hidden, self._o(self._attention(step, layer, qkv)))
         gate_up = self._gate_up(self._ffn_norm(hidden))
-        self._add(step, hidden, self._down(silu_mul(gate_up, self._ffn)))
+        self._add(step, hidden, self._down(silu_mul(gate_up, self._ffn)), step.bits)
 
-    def _add(self, step: StepContext, hidden: Tensor, part: Tensor) -> None:
+    def _add(
+        self, step: StepContext, hidden: Tensor, part: Tensor, bits: Tensor | None = None
+    ) -> None:
         if self._sharded:
-            part = part.float()
+            part = part.float() if bits is None else torch.cat([part, bits])  # f32 either way
             step.collective.all_reduce(part)
+            if bits is not None:
+                bits.copy_(part[-1:])
+                part = part[:-1]
         hidden.add_(part)

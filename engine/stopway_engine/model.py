@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from stopway_engine.batch import Batch
+from stopway_core.types import RowWork
+from stopway_engine.batch import Batch, build_batch
 from stopway_engine.collective import Collective
 from stopway_engine.kernels import RmsNorm, compute_dtype, make_linear
 from stopway_engine.kv import KvCache
 from stopway_engine.layers import DecoderLayer, Rope, StepContext
+from stopway_engine.leaving import Stayed, Watch
 from stopway_engine.modelspec import ModelSpec
 from stopway_engine.numerics import ROW_TILE, Numerics
 from stopway_engine.parallel import ShardSpec
@@ -60,13 +63,41 @@ class Model:
         assert self._embedding is not None, "only the first stage embeds"
         return self._embedding[batch.tokens].float()
 
-    def forward(self, batch: Batch, hidden: Tensor, kv: KvCache, collective: Collective) -> Tensor:
-        """Run this stage's layers over the residual ``hidden``, f32 [padded, hidden], in place."""
-        cos, sin = self._rope.at(batch.positions)
-        step = StepContext(batch, cos, sin, kv, collective)
+    def batch(self, rows: Sequence[RowWork], block_size: int) -> Batch:
+        """``rows`` flattened for this model's kernels."""
+        return build_batch(rows, block_size, self.dtype, self.device, invariant=self.invariant)
+
+    def forward(
+        self,
+        rows: Sequence[RowWork],
+        batch: Batch,
+        hidden: Tensor,
+        kv: KvCache,
+        collective: Collective,
+    ) -> Stayed:
+        """Run this stage's layers over the residual ``hidden``, f32 [padded, hidden], in place.
+
+        ``batch`` is of ``rows``. A row whose request has ended meanwhile may leave between two
+        layers; when all have left nothing more is computed.
+        """
+        stayed = Stayed(list(rows), batch, hidden, list(range(len(rows))))
+        watch = Watch(self.shard.tp, self.device)
+        step = self._context(batch, kv, collective)
         for i, layer in enumerate(self._layers):
-            layer(step, i, hidden)
-        return hidden
+            gone = watch.gone(stayed.rows, stayed.batch, step.bits)
+            if gone:
+                stayed.drop(gone, lambda rows: self.batch(rows, kv.block_size))
+                if not stayed.rows:
+                    break
+                step = self._context(stayed.batch, kv, collective)
+            last = i + 1 == len(self._layers)
+            step.bits = None if last else watch.bits(i, stayed.rows, stayed.batch, hidden.shape[1])
+            layer(step, i, stayed.hidden)
+        return stayed
+
+    def _context(self, batch: Batch, kv: KvCache, collective: Collective) -> StepContext:
+        cos, sin = self._rope.at(batch.positions)
+        return StepContext(batch, cos, sin, kv, collective)
 
     def logits(self, batch: Batch, hidden: Tensor) -> Tensor:
         """This rank's slice of the sampled rows' logits, f32 [sampled, vocab slice]."""

@@ -28,6 +28,8 @@ from stopway_engine.control.forming import Formed, LeaderForming, join
 from stopway_engine.control.leader import Leader
 from stopway_engine.control.loop import ControlLoop, EpochEnded
 from stopway_engine.exec_thread import ExecThread, Runner
+from stopway_engine.grammar.compiler import GrammarCompiler
+from stopway_engine.grammar.matchers import GrammarTable
 from stopway_engine.link import Link, LinkClosed
 from stopway_engine.modelspec import (
     ModelError,
@@ -38,6 +40,7 @@ from stopway_engine.modelspec import (
 )
 from stopway_engine.numerics import Numerics, threads_for
 from stopway_engine.parallel import ShardSpec, plan_shards
+from stopway_engine.tokenizer import load_codec
 
 BLOCKS_MIN = 4
 CPU_KV_BYTES = 1 << 30
@@ -86,7 +89,12 @@ def _serve(pod: Link) -> int:
         formed = LeaderForming(config, mine, _free_port, beat).run()
     else:
         formed = join(config, mine, beat)
-    exec_thread = ExecThread(lambda: _build(config, path, spec, shard, formed))
+    compiler = None
+    if shard.samples:
+        compiler = GrammarCompiler(lambda: load_codec(path))
+        compiler.start()
+    table = compiler.table if compiler is not None else None
+    exec_thread = ExecThread(lambda: _build(config, path, spec, shard, formed, table))
     exec_thread.start()
     loop: ControlLoop
     if rank == 0:
@@ -105,11 +113,12 @@ def _serve(pod: Link) -> int:
             pod,
             formed.links,
             exec_thread,
+            compiler,
             os.environ["STOPWAY_FRONT_SOCKET"],
         )
     else:
         loop = Follower(
-            config, rank, formed.epoch, formed.blocks, pod, formed.links[0], exec_thread
+            config, rank, formed.epoch, formed.blocks, pod, formed.links[0], exec_thread, compiler
         )
     loop.run()
     exec_thread.finish(1.0)
@@ -134,7 +143,12 @@ def _beat(pod: Link) -> Any:
 
 
 def _build(
-    config: PodConfig, path: Path, spec: ModelSpec, shard: ShardSpec, formed: Formed
+    config: PodConfig,
+    path: Path,
+    spec: ModelSpec,
+    shard: ShardSpec,
+    formed: Formed,
+    grammars: GrammarTable | None,
 ) -> Runner:
     """Runs in the exec thread: everything that touches torch starts here."""
     from stopway_engine.collective import connect
@@ -163,6 +177,8 @@ def _build(
         block_size=config.block_size,
         collective=collective,
         spec=spec,
+        grammars=grammars,
+        overlap=config.pipeline == 1,
     )
     executor.warmup()
     ControlLoop.log(

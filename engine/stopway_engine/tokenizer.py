@@ -167,6 +167,18 @@ class TextCodec:
         raw = self._pieces[token] if 0 <= token < len(self._pieces) else b""
         return raw.decode("utf-8", "replace"), bytes(raw)
 
+    def vocabulary(self) -> tuple[list[bytes], list[int]]:
+        """The bytes of every row of the model's head, and the ids of special tokens among them.
+
+        A special token is spelled out; rows that no token belongs to are empty.
+        """
+        special = [token for token in self._names if not self._pieces[token]]
+        tokens = [bytes(piece) for piece in self._pieces[: self.vocab_size]]
+        tokens += [b""] * (self.vocab_size - len(tokens))
+        for token in special:
+            tokens[token] = self._names[token].encode()
+        return tokens, special
+
     def detokenizer(self) -> Detokenizer:
         """A fresh incremental decoder."""
         return Detokenizer(self._pieces)

@@ -42,10 +42,13 @@ def request_spans(ended: Ended, attributes: dict[str, Any]) -> list[Span]:
         "stopway.outcome": ended.outcome.value,
         "stopway.reason": ended.reason.value,
     }
-    queue_end = ended.admitted_at or ended.ended_at
-    phases: list[tuple[str, float, float, dict[str, Any]]] = [
-        ("request.queue", ended.queued_at, queue_end, {})
-    ]
+    ready = ended.ready_at or ended.ended_at
+    phases: list[tuple[str, float, float, dict[str, Any]]] = []
+    if ready != ended.queued_at:
+        phases.append(("request.compile", ended.queued_at, ready, {}))
+    if ended.ready_at:
+        queue_end = ended.admitted_at or ended.ended_at
+        phases.append(("request.queue", ready, queue_end, {}))
     if ended.admitted_at:
         prefill_end = ended.first_token_at or ended.ended_at
         tokens = {
@@ -58,6 +61,8 @@ def request_spans(ended: Ended, attributes: dict[str, Any]) -> list[Span]:
             "gen_ai.usage.output_tokens": ended.keep,
             "stopway.tokens.discarded": ended.discarded_tokens,
             "stopway.preemptions": ended.preemptions,
+            "stopway.tokens.drafted": ended.drafted_tokens,
+            "stopway.tokens.accepted": ended.accepted_tokens,
         }
         phases.append(("request.decode", ended.first_token_at, ended.ended_at, tokens))
     made = [

@@ -1,13 +1,17 @@
 """Runs test groups: one job a line on stdin, one line of JSON with what each rank sampled.
 
-A job is {"model", "tp", "pp", "port", "numerics", "steps"}; a step is a list of rows
-[rid, start, tokens, blocks, sample], and every rank runs the same ones. Ranks are forked from this
-process, which has imported torch but run nothing, so that a group starts in a second.
+A job is {"model", "tp", "pp", "port", "numerics", "steps", "overlap"?}; a step is a list of rows
+[rid, start, tokens, blocks, samples, source?, dead?], and every rank runs the same ones. The
+request of a row with ``dead`` ends on the rank of that number alone, when its first layer is
+through. Ranks are forked from this process, which has imported torch but run nothing, so that a
+group starts in a second.
 """
 
 import json
 import multiprocessing
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -39,20 +43,47 @@ def run_rank(job: dict, rank: int, pipe: Connection) -> None:
         threads=1,
         num_blocks=64,
         collective=collective,
+        overlap=job.get("overlap", False),
     )
-    params = SamplingParams(temperature=0.0, logprobs=0)
     sampled = []
-    for i, rows in enumerate(job["steps"]):
-        work = [
-            RowWork(rid, start, tokens, blocks, sample, params, tokens, start + len(tokens))
-            for rid, start, tokens, blocks, sample in rows
-        ]
-        result = executor.run(StepWork(i, work))
+    for step, rows in enumerate(job["steps"], 1):
+        work = [work_of(row, rank) for row in rows]
+        with dying([row for row in work if not row.pulse.beats], executor):
+            result = executor.run(StepWork(step, work))
         if result is not None:
             logprobs = [found.logprob for found in result.logprobs if found is not None]
             sampled.append([result.tokens, logprobs])
     pipe.send_bytes(json.dumps(sampled).encode())
     executor.close()
+
+
+def work_of(row: list, rank: int) -> RowWork:
+    rid, start, tokens, blocks, samples, *more = row
+    source, dead = [*more, *([0, 0], -1)[len(more) :]]
+    params = SamplingParams(temperature=0.0, logprobs=0)
+    work = RowWork(rid, start, tokens, blocks, samples, params, tokens, start + len(tokens))
+    work.source = (source[0], source[1])
+    work.pulse.beats = dead != rank
+    return work
+
+
+@contextmanager
+def dying(rows: list[RowWork], executor: Executor) -> Iterator[None]:
+    """Within, ``rows`` live until the first layer of the stage is through."""
+    layers = executor._model._layers
+    first = layers[0]
+
+    def end(*args) -> None:
+        first(*args)
+        for row in rows:
+            row.pulse.beats = False
+
+    for row in rows:
+        row.pulse.beats = True
+    if rows:
+        layers[0] = end
+    yield
+    layers[0] = first
 
 
 def run_group(job: dict) -> list:

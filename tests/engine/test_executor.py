@@ -45,9 +45,7 @@ def generate(executor: Executor, prompts: list[list[int]], count: int, params: S
         for i, history in enumerate(histories):
             blocks = list(range(8 * i, 8 * i + 8))
             tokens = history[starts[i] :]
-            rows.append(
-                RowWork(i, starts[i], tokens, blocks, True, params, history, len(prompts[i]))
-            )
+            rows.append(RowWork(i, starts[i], tokens, blocks, 1, params, history, len(prompts[i])))
         result = executor.run(StepWork(step, rows))
         assert result is not None and result.step == step
         for i, token in enumerate(result.tokens):
@@ -84,17 +82,17 @@ def test_a_seed_repeats_a_run(executor, codec):
 
 
 def test_only_sampled_rows_have_tokens(executor):
-    def row(rid: int, sample: bool) -> RowWork:
-        return RowWork(rid, 0, [5, 6, 7], [rid], sample, GREEDY, [5, 6, 7], 3)
+    def row(rid: int, samples: int) -> RowWork:
+        return RowWork(rid, 0, [5, 6, 7], [rid], samples, GREEDY, [5, 6, 7], 3)
 
-    result = executor.run(StepWork(4, [row(0, False), row(1, True), row(2, False)]))
+    result = executor.run(StepWork(4, [row(0, 0), row(1, 1), row(2, 0)]))
     assert result is not None and len(result.tokens) == 1 and result.logprobs == []
-    result = executor.run(StepWork(5, [row(0, False)]))
+    result = executor.run(StepWork(5, [row(0, 0)]))
     assert result is not None and result.tokens == []
 
 
 def test_rows_must_fit_their_blocks(executor):
     with pytest.raises(AssertionError, match="table too short"):
-        executor.run(StepWork(0, [RowWork(0, 16, [5], [3], True, GREEDY, [5] * 17, 1)]))
+        executor.run(StepWork(0, [RowWork(0, 16, [5], [3], 1, GREEDY, [5] * 17, 1)]))
     with pytest.raises(AssertionError):
         executor.run(StepWork(0, []))

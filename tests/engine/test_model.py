@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from stopway_core.types import RowWork, SamplingParams
-from stopway_engine.batch import build_batch
 from stopway_engine.collective import LocalCollective
 from stopway_engine.kv import BLOCK_SIZE, KvCache, choose_num_blocks, kv_bytes_per_block
 from stopway_engine.model import Model
@@ -34,9 +33,10 @@ class Rig:
     @torch.inference_mode()
     def run(self, rows: list[RowWork]) -> torch.Tensor:
         model = self.model
-        batch = build_batch(rows, BLOCK_SIZE, model.dtype, CPU, invariant=model.invariant)
-        hidden = model.forward(batch, model.embed(batch), self.kv, LocalCollective())
-        return model.logits(batch, hidden)
+        batch = model.batch(rows, BLOCK_SIZE)
+        left = model.forward(rows, batch, model.embed(batch), self.kv, LocalCollective())
+        assert left.batch is batch and left.places == list(range(len(rows)))
+        return model.logits(batch, left.hidden)
 
     def sequence(self, chunks: list[int], neighbours: int = 0, seed: int = 0) -> list[torch.Tensor]:
         """Logits after each chunk of ``TOKENS``, beside random rows, in random blocks and order."""
@@ -57,7 +57,7 @@ class Rig:
 
 
 def work(rid: int, start: int, tokens: list[int], blocks: list[int]) -> RowWork:
-    return RowWork(rid, start, tokens, blocks, True, GREEDY, tokens, 1)
+    return RowWork(rid, start, tokens, blocks, 1, GREEDY, tokens, 1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,6 +107,36 @@ def test_invariant_logits_of_every_position_are_those_of_a_decode(invariant):
     decoded = invariant.sequence([1] * 20, neighbours=1)
     for length in (2, 8, 9, 17, 20):
         assert torch.equal(invariant.sequence([length])[-1], decoded[length - 1])
+
+
+def test_drafts_have_the_logits_of_decodes(invariant, fast):
+    for rig in (invariant, fast):
+        decoded = torch.stack(rig.sequence([30, *[1] * 5])[1:])
+        blocks = list(range(4))
+        rig.run([work(1, 0, TOKENS[:30], blocks)])
+        row = work(1, 30, TOKENS[30:35], blocks)
+        row.samples = 5
+        other = work(2, 3, [9], [20])
+        found = rig.run([other, row])[1:]
+        if rig is invariant:
+            assert torch.equal(found, decoded)
+        else:
+            assert (found - decoded).norm() < 0.1 * decoded.norm()
+
+
+def test_blocks_are_copied_one_pair_after_the_other(invariant):
+    kv = KvCache(invariant.spec, invariant.shard, 6, BLOCK_SIZE, torch.float32, CPU)
+    for layer in kv.layers:
+        layer.copy_(torch.randn(layer.shape))
+    expected = [layer.clone() for layer in kv.layers]
+    pairs = [(0, 1), (1, 2), (3, 0), (4, 5)]
+    for layer in expected:
+        for source, target in pairs:
+            layer[target] = layer[source]
+    kv.copy(pairs)
+    kv.copy([])
+    for found, layer in zip(kv.layers, expected, strict=True):
+        assert torch.equal(found, layer)
 
 
 def test_two_threads_are_invariant_too(invariant):

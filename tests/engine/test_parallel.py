@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from stopway_core.types import DROPPED
 from stopway_engine.modelspec import ModelError, ModelSpec, read_spec, resolve_model
 from stopway_engine.parallel import plan_shards
 from stopway_engine.tokenizer import load_codec
@@ -83,7 +84,7 @@ class Groups:
             text=True,
         )
 
-    def run(self, tp: int, pp: int, numerics: str, steps: list) -> list:
+    def run(self, tp: int, pp: int, numerics: str, steps: list, overlap: bool = False) -> list:
         """[tokens, logprobs] of each step, from the rank that samples; the others have none."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -91,7 +92,7 @@ class Groups:
         job = {"model": str(self.model), "tp": tp, "pp": pp, "port": port}
         assert self.process.stdin is not None and self.process.stdout is not None
         print(
-            json.dumps(job | {"numerics": numerics, "steps": steps}),
+            json.dumps(job | {"numerics": numerics, "steps": steps, "overlap": overlap}),
             file=self.process.stdin,
             flush=True,
         )
@@ -122,8 +123,10 @@ def capital(groups):
     steps, position = [], 0
     for count in [20, len(prompt) - 20] + [1] * (len(answer) - 1):
         end = position + count
-        rows = [[1, position, tokens[position:end], blocks, end >= len(prompt)]]
-        rows.append([2, position, tokens[position:end][::-1], list(range(20, 28)), end % 2 == 0])
+        rows = [[1, position, tokens[position:end], blocks, int(end >= len(prompt))]]
+        rows.append(
+            [2, position, tokens[position:end][::-1], list(range(20, 28)), int(end % 2 == 0)]
+        )
         steps.append(rows if position % 3 else rows[::-1])
         position = end
     return codec, steps, answer, groups.run(1, 1, "invariant", steps)
@@ -165,3 +168,74 @@ def test_tensor_parallel_gives_the_same_tokens(groups, capital, tp, pp):
 def test_fast_tensor_parallel_says_paris(groups, capital):
     codec, steps, _, _ = capital
     assert "Paris" in codec.decode(answer_of(steps, groups.run(2, 1, "fast", steps)))
+
+
+def with_sources(steps: list) -> list:
+    """``steps`` in which row 1 feeds what the sampler has, as soon as it has something."""
+    out: list = []
+    where = None  # the step and index that row 1 has sampled at
+    for number, rows in enumerate(steps, 1):
+        fed = [list(row) for row in rows]
+        for row in fed:
+            if row[0] == 1 and where:
+                row[2] = [0]
+                row.append(where)
+        sampling = [row[0] for row in rows if row[4]]
+        where = [number, sampling.index(1)] if 1 in sampling else None
+        out.append(fed)
+    return out
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rows_with_sources_change_nothing(groups, capital, tp):
+    _, steps, answer, _ = capital
+    sources = with_sources(steps)
+    assert sum(len(row) > 5 for rows in sources for row in rows) == len(answer) - 1
+    found = groups.run(tp, 1, "invariant", sources, overlap=True)
+    assert found == groups.run(tp, 1, "invariant", steps)
+    assert answer_of(steps, found) == answer
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_row_whose_source_was_dropped_is_dropped(groups, tp):
+    prompt, blocks = list(range(100, 140)), list(range(8))
+    first = [[1, 0, prompt, blocks, 1], [2, 0, prompt[::-1], [20, 21, 22], 1, [0, 0], 0]]
+    second = [[2, 40, [0], [20, 21, 22], 1, [1, 1]], [1, 40, [0], blocks, 1, [1, 0]]]
+    (tokens, _), (more, _) = groups.run(tp, 1, "invariant", [first, second], overlap=True)
+    alone = groups.run(tp, 1, "invariant", [first[:1], second[1:]], overlap=True)
+    assert [tokens, more] == [[alone[0][0][0], DROPPED], [DROPPED, alone[1][0][0]]]
+    dropped = [[1, 0, prompt, blocks, 1, [0, 0], 0]]
+    found = groups.run(tp, 1, "invariant", [dropped, second[1:]], overlap=True)
+    assert found == [[[DROPPED], []], [[DROPPED], []]]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("everybody", [False, True])
+def test_what_one_rank_knows_to_be_dead_leaves_on_all_of_its_stage(groups, tp, pp, everybody):
+    """Row 2 ends on one rank, in the middle of the step; the others never see it end."""
+    prompt = list(range(100, 140))
+    last = (pp - 1) * tp + tp - 1  # of the last stage, so that the result shows it
+    live = [1, 0, prompt, list(range(8)), 1]
+    dead = [2, 0, prompt[::-1], [20, 21, 22], 1, [0, 0], last]
+    follow = [1, 40, [7], list(range(8)), 1]
+    steps = [[dead] if everybody else [dead, live], [follow if not everybody else live]]
+    (tokens, logprobs), after = groups.run(tp, pp, "invariant", steps)
+    if everybody:
+        assert tokens == [DROPPED] and len(after[0]) == 1
+        return
+    alone = groups.run(tp, pp, "invariant", [[live], [follow]])
+    assert [[[tokens[1]], logprobs], after] == alone and tokens[0] == DROPPED
+
+
+@pytest.mark.model
+def test_an_earlier_stage_may_drop_what_the_next_one_computes(groups):
+    prompt = list(range(100, 140))
+    live = [1, 0, prompt, list(range(8)), 1]
+    dead = [2, 0, prompt[::-1], [20, 21, 22], 1, [0, 0], 0]
+    found = groups.run(1, 2, "invariant", [[dead, live], [[*dead[:5], [0, 0], 0]]])
+    alone = groups.run(1, 2, "invariant", [[live]])
+    assert [found[0][0][1:], found[0][1][1:]] == alone[0]
+    assert found[0][0][0] >= 0 and found[1][0][0] >= 0  # of zeros, and of no use to anybody

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from stopway_core.types import RowWork, SamplingParams
 from stopway_engine.numerics import NonFiniteError
-from stopway_engine.sampler import sample, uniform
+from stopway_engine.sampler import lanes_of, sample, uniform
 
 VOCAB = 300
 
 
 def row(params: SamplingParams, history: list[int] = [5, 6, 7], prompt_len: int = 2) -> RowWork:  # noqa: B006
-    return RowWork(0, len(history) - 1, history[-1:], [0], True, params, history, prompt_len)
+    return RowWork(0, len(history) - 1, history[-1:], [0], 1, params, history, prompt_len)
 
 
 def logits_of(seed: int, n: int = 1) -> torch.Tensor:
@@ -24,7 +24,7 @@ def logits_of(seed: int, n: int = 1) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, **kwargs) -> int:
-    return sample(logits.clone(), [row(params, **kwargs)])[0][0]
+    return sample(logits.clone(), lanes_of([row(params, **kwargs)]))[0][0]
 
 
 PARAMS = st.builds(
@@ -46,10 +46,10 @@ PARAMS = st.builds(
 def test_a_draw_does_not_depend_on_the_batch(params, seed, random):
     logits = logits_of(seed, len(params))
     rows = [row(p, history=[i, 3, 4, 4], prompt_len=1 + i % 3) for i, p in enumerate(params)]
-    alone = [sample(logits[i : i + 1].clone(), [rows[i]]) for i in range(len(rows))]
+    alone = [sample(logits[i : i + 1].clone(), lanes_of([rows[i]])) for i in range(len(rows))]
     order = list(range(len(rows)))
     random.shuffle(order)
-    tokens, logprobs = sample(logits[order].clone(), [rows[i] for i in order])
+    tokens, logprobs = sample(logits[order].clone(), lanes_of([rows[i] for i in order]))
     assert tokens == [alone[i][0][0] for i in order]
     if logprobs:
         for i, found in zip(order, logprobs, strict=True):
@@ -110,8 +110,8 @@ def test_penalties_follow_the_api():
     assert draw(logits, SamplingParams(**greedy, frequency_penalty=0.15), history=history) == 3
     assert draw(logits, SamplingParams(**greedy, repetition_penalty=1.5), history=history) == 3
     # A history that is longer than the position (the next tokens are known) is not read further.
-    work = RowWork(0, 1, [0], [0], True, SamplingParams(**greedy, presence_penalty=9), history, 2)
-    assert sample(logits.clone(), [work])[0] == [1]
+    work = RowWork(0, 1, [0], [0], 1, SamplingParams(**greedy, presence_penalty=9), history, 2)
+    assert sample(logits.clone(), lanes_of([work]))[0] == [1]
 
 
 def test_min_tokens_holds_the_end_back():
@@ -119,13 +119,13 @@ def test_min_tokens_holds_the_end_back():
     logits[0, [2, 5, 6]] = torch.tensor([9.0, 8.0, 7.0])
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(5,))
     for history, token in (([1, 1], 6), ([1, 1, 6], 6), ([1, 1, 6, 6], 2)):
-        assert sample(logits.clone(), [row(params, history)], eos=(2, 999))[0] == [token]
+        assert sample(logits.clone(), lanes_of([row(params, history)]), eos=(2, 999))[0] == [token]
 
 
 def test_logprobs_are_of_the_raw_logits():
     logits = logits_of(1)
     params = SamplingParams(temperature=0.5, presence_penalty=1.0, logprobs=4, seed=3)
-    tokens, logprobs = sample(logits.clone(), [row(params)])
+    tokens, logprobs = sample(logits.clone(), lanes_of([row(params)]))
     expected = torch.log_softmax(logits[0], -1)
     assert logprobs[0] is not None
     assert logprobs[0].logprob == pytest.approx(float(expected[tokens[0]]))
@@ -133,7 +133,7 @@ def test_logprobs_are_of_the_raw_logits():
     assert [token for token, _ in logprobs[0].top] == ids.tolist()
     assert [value for _, value in logprobs[0].top] == pytest.approx(values.tolist())
     mixed = [row(SamplingParams(temperature=0.0)), row(SamplingParams(logprobs=0))]
-    _, logprobs = sample(logits_of(2, 2), mixed)
+    _, logprobs = sample(logits_of(2, 2), lanes_of(mixed))
     assert logprobs[0] is None and logprobs[1] is not None and logprobs[1].top == []
 
 
@@ -144,7 +144,7 @@ def test_logits_without_a_finite_maximum_are_an_error(value, temperature):
     logits[1, 7] = value
     rows = [row(SamplingParams(temperature=temperature)) for _ in range(2)]
     with pytest.raises(NonFiniteError, match="no finite maximum"):
-        sample(logits, rows)
+        sample(logits, lanes_of(rows))
 
 
 def test_ties_at_a_cut_are_kept():

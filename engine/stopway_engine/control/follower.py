@@ -12,6 +12,7 @@ from stopway_core.wire import Frame, FrameKind, WireError, encode
 from stopway_engine.config import PodConfig
 from stopway_engine.control.loop import ControlLoop, EpochEnded
 from stopway_engine.exec_thread import Done, ExecThread
+from stopway_engine.grammar.compiler import GrammarCompiler
 from stopway_engine.link import Link, LinkClosed
 
 
@@ -27,9 +28,10 @@ class Follower(ControlLoop):
         pod: Link,
         leader: Link,
         exec_thread: ExecThread,
+        compiler: GrammarCompiler | None,
     ) -> None:
-        super().__init__(config, rank, epoch, pod, exec_thread)
-        self.replica = Replica(num_blocks, config.block_size)
+        super().__init__(config, rank, epoch, pod, exec_thread, compiler)
+        self.replica = Replica(num_blocks, config.block_size, grammars=config.grammars)
         self.leader = leader
         leader.heard_at = time.monotonic()
         leader.register(self.selector)
@@ -60,8 +62,7 @@ class Follower(ControlLoop):
             applied = self.replica.apply(turn)
         except (WireError, ReplicaError) as error:
             raise EpochEnded(str(error)) from None
-        if applied.work is not None:
-            self.exec.submit(applied.work)
+        self.run_turn(turn, applied.work)
         now = self._applied_at = time.time()
         if applied.stops:
             self.stops_applied(applied.stops, turn.number, now)
@@ -92,6 +93,9 @@ class Follower(ControlLoop):
     def on_ready(self) -> None:
         self._progress([])
 
+    def on_compiled(self, reports: list[tuple[int, str]]) -> None:
+        self._send(FrameKind.REPORT, {"compiled": reports})
+
     def on_notice(self, entry: dict[str, Any], now: float) -> None:
         """Off-queue only: it is recorded, and comes into effect at its turn."""
 
@@ -121,7 +125,7 @@ def _result_frame(result: StepResult) -> tuple[dict[str, Any], list[list[int]]]:
     body: dict[str, Any] = {"step": result.step}
     if any(result.logprobs):
         body["logprobs"] = [item and item.to_json() for item in result.logprobs]
-    return body, [result.tokens]
+    return body, [result.tokens, result.counts] if result.counts else [result.tokens]
 
 
 def result_of(frame: Frame) -> StepResult:
@@ -131,6 +135,7 @@ def result_of(frame: Frame) -> StepResult:
             None if item is None else Logprobs(item[0], [(t, p) for t, p in item[1]])
             for item in frame.body.get("logprobs", ())
         ]
-        return StepResult(frame.body["step"], frame.arrays[0].tolist(), logprobs)
+        tokens, *counts = (array.tolist() for array in frame.arrays)
+        return StepResult(frame.body["step"], tokens, logprobs, counts[0] if counts else [])
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise EpochEnded(f"a result that cannot be read: {error!r}") from None

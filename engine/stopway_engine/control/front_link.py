@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stopway_core.events import Event, Hit, LeaseLost, Submit
+from stopway_core.events import Event, Hit, LeaseLost, Mode, Submit
 from stopway_core.planner import Planned
 from stopway_core.types import Deadlines, SamplingParams, Submission
 from stopway_core.wire import Frame, FrameKind, encode
@@ -27,6 +27,8 @@ def receive(leader: Leader, frame: Frame) -> None:
         leader.add_event(Hit(key, keep))
     elif "lease_lost" in body:
         leader.lease_lost(body["lease_lost"])
+    elif "mode" in body:
+        leader.set_mode(Mode(body["mode"]))
     elif "ledger" in body:
         leader.to_front({"ledger": body["ledger"], "snapshot": snapshot(leader)})
 
@@ -41,6 +43,8 @@ def submit_frame(submission: Submission) -> bytes:
         "params": {name: getattr(params, name) for name in params.__dataclass_fields__},
         "minted_at": submission.minted_at,
         "choices": submission.choices,
+        "priority": submission.priority,
+        "grammar": submission.grammar,
         "deadlines": [
             submission.deadlines.queue,
             submission.deadlines.first_token,
@@ -101,6 +105,8 @@ def outputs_frame(
                     "keep": e.keep,
                     "cached_tokens": e.cached_tokens,
                     "discarded_tokens": e.discarded_tokens,
+                    "drafted_tokens": e.drafted_tokens,
+                    "accepted_tokens": e.accepted_tokens,
                     "message": e.message,
                 }
                 for e in outputs.ended
@@ -135,4 +141,5 @@ def snapshot(leader: Leader) -> dict[str, Any]:
         "running": planner.running,
         "waiting": planner.waiting,
         "requests": requests[:1000],
+        "step_times": [[*shape, round(seconds, 6)] for *shape, seconds in leader.step_times],
     }

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
-from stopway_core.events import Completed, DrainStarted, Event, LeaseLost, StopSignal
+from stopway_core.events import (
+    Compiled,
+    Completed,
+    DrainStarted,
+    Event,
+    LeaseLost,
+    Mode,
+    ModeChanged,
+    StopSignal,
+)
 from stopway_core.planner import Planned, Planner, PlannerConfig
-from stopway_core.policies import POLICIES
+from stopway_core.policies import NATIVE, POLICIES
 from stopway_core.receipts import RankInfo, ReceiptBook
 from stopway_core.replica import Replica
 from stopway_core.signing import StopError, verify
@@ -20,10 +31,13 @@ from stopway_engine.control import front_link
 from stopway_engine.control.follower import result_of
 from stopway_engine.control.loop import ControlLoop, EpochEnded
 from stopway_engine.exec_thread import Done, ExecThread
+from stopway_engine.grammar.compiler import GrammarCompiler
 from stopway_engine.link import Link, LinkClosed
 from stopway_engine.trace import request_spans
 
 FRONT_RETRY_S = 0.2
+STEP_TIMES_MAX = 1024
+OVERLAP = 2  # steps in flight of one stage: the next is ready when one ends
 GOODBYE_S = 2.0
 
 
@@ -40,10 +54,11 @@ class Leader(ControlLoop):
         pod: Link,
         followers: list[Link],
         exec_thread: ExecThread,
+        compiler: GrammarCompiler | None,
         front_path: str,
     ) -> None:
-        super().__init__(config, 0, epoch, pod, exec_thread)
-        self.replica = Replica(num_blocks, config.block_size)
+        super().__init__(config, 0, epoch, pod, exec_thread, compiler)
+        self.replica = Replica(num_blocks, config.block_size, grammars=config.grammars)
         ranks = [
             RankInfo(rank, stage_of(rank, config.tensor), node) for rank, node in enumerate(nodes)
         ]
@@ -53,11 +68,22 @@ class Leader(ControlLoop):
                 policy=POLICIES[config.policy],
                 max_running=config.max_running,
                 submit_age_s=config.submit_age_s,
+                stages=config.pipeline,
+                window=max(OVERLAP, config.pipeline),
+                draft_tokens=config.draft_tokens,
+                deadlines=config.deadlines,
                 **planner_config,
             ),
             self.replica,
             self.book,
         )
+        policy = self.planner.config.policy
+        if policy.name != NATIVE.name:
+            self.log(
+                f"policy {policy.name}: stops, victims and recovery as there; "
+                + ("" if policy.fenced else "unlike there, ")
+                + "blocks are fenced where their use is not ordered behind the steps in flight"
+            )
         self.followers = followers
         self._rank_of = {id(link): index + 1 for index, link in enumerate(followers)}
         self._ready_ranks = {0: False, **dict.fromkeys(self._rank_of.values(), False)}
@@ -71,8 +97,12 @@ class Leader(ControlLoop):
         self._gateways: set[str] = set()  # membership only
         self._events: list[Event] = []
         self._launched: dict[int, float] = {}
+        self._shapes: dict[int, tuple[int, int]] = {}  # step -> (decode rows, prefill tokens)
+        # Of the latest steps, to calibrate a simulation with: (rows, tokens, seconds here).
+        self.step_times: deque[tuple[int, int, float]] = deque(maxlen=STEP_TIMES_MAX)
         self._executed_at = 0.0
         self._load: tuple[int, ...] = ()
+        self._mode = Mode.RUNNING  # as the front was last told
         self._final_at: float | None = None
         self._clock = time.time() - mono  # planned time never jumps when the wall clock is set
         self._draining = False
@@ -111,6 +141,7 @@ class Leader(ControlLoop):
                 self.on_drain()
             for entry in body.get("stops", ()):
                 self.on_stop_entry(entry)
+            self.on_compiled(body.get("compiled", ()))
         elif frame.kind is not FrameKind.BYE:
             raise EpochEnded(f"{link.name} sent {frame.kind.name}")
 
@@ -126,9 +157,13 @@ class Leader(ControlLoop):
 
     def on_done(self, done: Done) -> None:
         self._executed_at = done.at
+        self.step_times.append((*self._shapes.pop(done.step), done.seconds))
         self.book.progress(0, self.replica.turn, done.at, done.step, done.at)
         if done.result is not None:
             self._events.append(Completed(done.result))
+
+    def on_compiled(self, reports: Iterable[tuple[int, str]]) -> None:
+        self._events += [Compiled(slot, error) for slot, error in reports]
 
     def on_notice(self, entry: dict[str, Any], now: float) -> None:
         self.on_stop_entry(entry)
@@ -149,6 +184,10 @@ class Leader(ControlLoop):
     def add_event(self, event: Event) -> None:
         """Something from the front, for the next turn."""
         self._events.append(event)
+
+    def set_mode(self, mode: Mode) -> None:
+        """An admin pauses the group, or resumes it: in the next turn."""
+        self._events.append(ModeChanged(mode))
 
     # --- readiness, drain, loss ----------------------------------------------------------
 
@@ -217,6 +256,10 @@ class Leader(ControlLoop):
                 break
             self._dispatch(planned)
         self._publish(None)
+        if self.planner.mode is not self._mode:
+            self._mode = self.planner.mode
+            self.log(f"group {self.config.group}: mode {self._mode.value}")
+            self.to_front({"mode": self._mode})
         if self.planner.drained:
             self._leave(mono)
 
@@ -226,11 +269,13 @@ class Leader(ControlLoop):
             frame = encode_turn(turn, self.epoch)
             for link in self.followers:
                 self._send(link, frame)
-        for step, _ in turn.results:
-            self._launched.pop(step, None)
-        if planned.work is not None:
-            self._launched[planned.work.step] = time.monotonic()
-            self.exec.submit(planned.work)
+        for result in turn.results:
+            self._launched.pop(result.step, None)
+        if turn.launch is not None:
+            prefill = sum(turn.launch.counts)
+            self._launched[turn.launch.step] = time.monotonic()
+            self._shapes[turn.launch.step] = (turn.launch.tokens - prefill, prefill)
+        self.run_turn(turn, planned.work)
         now = time.time()
         if planned.stops:
             self.stops_applied(planned.stops, turn.number, now)
@@ -249,7 +294,16 @@ class Leader(ControlLoop):
         if self._front is None:
             return
         pool = self.replica.ledger.blocks
-        load = (self.planner.running, self.planner.waiting, pool.free, pool.held, pool.idle)
+        planner = self.planner
+        load = (
+            planner.running,
+            planner.waiting,
+            pool.free,
+            pool.held,
+            pool.idle,
+            planner.drafted_tokens,
+            planner.accepted_tokens,
+        )
         receipts = self.book.changed()
         changed = load if load != self._load else None
         if planned is None and not receipts and changed is None:
@@ -303,7 +357,8 @@ class Leader(ControlLoop):
                     "block_size": self.config.block_size,
                     "ranks": self.config.world,
                     "draining": self._draining,
-                }
+                },
+                "mode": self._mode,
             }
         )
 

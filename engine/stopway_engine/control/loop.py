@@ -14,10 +14,13 @@ from typing import Any
 
 from stopway_core.replica import Replica, StopApplied
 from stopway_core.topology import stage_of
+from stopway_core.turn import Turn
+from stopway_core.types import StepWork
 from stopway_core.wire import Frame, FrameKind, encode
 from stopway_engine.config import PodConfig
 from stopway_engine.control.stops import RankStops
 from stopway_engine.exec_thread import Done, ExecThread, Failed
+from stopway_engine.grammar.compiler import GrammarCompiler
 from stopway_engine.link import Link, LinkClosed
 from stopway_engine.trace import Span
 
@@ -30,13 +33,20 @@ class ControlLoop:
     """A rank's loop; ``run`` returns when the group has drained and raises ``EpochEnded`` else."""
 
     def __init__(
-        self, config: PodConfig, rank: int, epoch: int, pod: Link, exec_thread: ExecThread
+        self,
+        config: PodConfig,
+        rank: int,
+        epoch: int,
+        pod: Link,
+        exec_thread: ExecThread,
+        compiler: GrammarCompiler | None,
     ) -> None:
         self.config = config
         self.rank = rank
         self.epoch = epoch
         self.pod = pod
         self.exec = exec_thread
+        self._compiler = compiler  # on the rank that samples
         self.replica: Replica
         self.executed = 0
         self.ready = False
@@ -54,7 +64,9 @@ class ControlLoop:
         self._beat_at = 0.0
         self._closing = False
         self.selector = selectors.DefaultSelector()
-        self.selector.register(exec_thread.fileno(), selectors.EVENT_READ, None)
+        self.selector.register(exec_thread.fileno(), selectors.EVENT_READ, exec_thread)
+        if compiler is not None:
+            self.selector.register(compiler.fileno(), selectors.EVENT_READ, compiler)
         pod.register(self.selector)
 
     # --- the loop ------------------------------------------------------------------------
@@ -64,14 +76,16 @@ class ControlLoop:
         while not self._closing:
             timeout = self._timeout(time.monotonic())
             for key, mask in self.selector.select(timeout):
-                link = key.data
-                if link is None:
+                source = key.data
+                if source is self.exec:
                     self._on_exec()
+                elif isinstance(source, GrammarCompiler):
+                    self.on_compiled(source.take())
                 else:
                     if mask & selectors.EVENT_WRITE:
-                        self._flush(link)
+                        self._flush(source)
                     if mask & selectors.EVENT_READ:
-                        self._read(link)
+                        self._read(source)
             self._tick(time.monotonic())
             self._send_spans()
 
@@ -126,6 +140,16 @@ class ControlLoop:
             self.on_notice(entry, now)
         elif "drain" in body:
             self.on_drain()
+
+    def run_turn(self, turn: Turn, work: StepWork | None) -> None:
+        """Start what a turn wants of this rank's exec queue, and of what runs beside it."""
+        if self._compiler is not None:
+            for slot in turn.forgets:
+                self._compiler.forget(slot)
+            for compile in turn.compiles:
+                self._compiler.compile(compile.slot, compile.text)
+        if work is not None:
+            self.exec.submit(work)
 
     def stops_applied(self, stops: list[StopApplied], turn: int, now: float) -> None:
         """Record what a turn's stops did on this rank, and trace those that wait for no step."""
@@ -194,6 +218,9 @@ class ControlLoop:
         raise NotImplementedError
 
     def on_ready(self) -> None:
+        raise NotImplementedError
+
+    def on_compiled(self, reports: list[tuple[int, str]]) -> None:
         raise NotImplementedError
 
     def on_notice(self, entry: dict[str, Any], now: float) -> None:

@@ -34,8 +34,7 @@ async def engine_connection(
                 if not greeted:
                     greeted = True
                     hub.engine_connected(frame.body["hello"], writer.write)
-                else:
-                    hub.engine_frame(frame)
+                hub.engine_frame(frame)  # the first one may say more than its hello
     except (OSError, WireError) as error:
         print(f"the leader rank is lost: {error}", file=sys.stderr, flush=True)
     finally:

@@ -17,6 +17,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from stopway_core import names
+from stopway_core.events import Mode
 from stopway_core.signing import StopError, verify
 from stopway_engine.front.hub import Hub
 from stopway_engine.front.session import Session
@@ -124,6 +125,8 @@ class FrontApp:
                     task.add_done_callback(self._tasks.discard)
                 elif message["type"] == "stop":
                     self._stop(message["stop"])
+                elif message["type"] == "mode":
+                    self._hub.set_mode(Mode(message["mode"]))
         except (WebSocketDisconnect, RuntimeError):
             return
         except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -8,17 +8,26 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from stopway_core.events import Mode
 from stopway_core.types import Outcome, Reason, finish_reason_of
 from stopway_core.wire import Frame, FrameKind, encode
 from stopway_engine.config import PodConfig
 from stopway_engine.control.front_link import submit_frame
-from stopway_engine.front.requests import FrontRequest, Rejected, prompt_tokens, submission
+from stopway_engine.front.requests import (
+    FrontRequest,
+    Rejected,
+    check_grammar,
+    prompt_tokens,
+    submission,
+)
 from stopway_engine.front.session import Session
 from stopway_engine.front.stops import FrontStops
 from stopway_engine.front.text import ChoiceText
 from stopway_engine.tokenizer import TextCodec
 
+CHECKERS = 2  # threads; each waits for a process that compiles
 TOKENIZERS = 2  # threads; each may take a core for as long as a prompt takes
+LOAD = ("running", "waiting", "free", "held", "cached", "drafted", "accepted")
 LOST = "a rank of this group was lost; send the request again"
 
 
@@ -39,6 +48,8 @@ class Hub:
         self._send_engine: Callable[[bytes], None] | None = None
         self._hello: dict[str, Any] = {}
         self._draining = False
+        self._mode = Mode.RUNNING  # as the leader last said
+        self._wanted: Mode | None = None  # as a gateway last said; outlives the epochs
         self._load: dict[str, int] | None = None
         self._requests: dict[str, FrontRequest] = {}
         self._choices: dict[int, tuple[FrontRequest, int]] = {}  # by key
@@ -46,6 +57,8 @@ class Hub:
         self._next_ledger = 1
         # Of their own, so that long prompts queue behind one another and before nothing else.
         self._tokenizing = ThreadPoolExecutor(TOKENIZERS, "tokenize")
+        # A bad grammar may take seconds: it keeps waiting other grammars, and no prompt.
+        self._checking = ThreadPoolExecutor(CHECKERS, "check-grammar")
 
     # --- state ---------------------------------------------------------------------------
 
@@ -71,6 +84,7 @@ class Hub:
             "ranks": config.world,
             "policy": config.policy,
             "numerics": config.numerics,
+            "mode": self._mode,
         }
 
     # --- gateways ------------------------------------------------------------------------
@@ -100,11 +114,14 @@ class Hub:
         self._engine({"lease_lost": session.lease})
 
     async def submit(self, session: Session, message: Mapping[str, Any]) -> None:
-        """Tokenize a request and pass it on, or say why not."""
+        """Check and tokenize a request and pass it on, or say why not."""
         uid = message["uid"]
         try:
+            loop = asyncio.get_running_loop()
+            if grammar := message.get("grammar"):
+                await loop.run_in_executor(self._checking, check_grammar, grammar)
             limit = self._hello.get("max_model_len", 0)
-            tokens = await asyncio.get_running_loop().run_in_executor(
+            tokens = await loop.run_in_executor(
                 self._tokenizing, prompt_tokens, message, self.codec, limit
             )
         except Rejected as error:
@@ -113,7 +130,7 @@ class Hub:
         if session.lost:
             return
         if self.epoch is None:
-            session.send(_refused(uid, 503, "this group cannot serve now", "not_ready", None))
+            session.send(_refused(uid, 503, "this group cannot serve now", "rank_lost", None))
             return
         if uid in self._requests:
             session.send(_refused(uid, 409, f"request {uid} is known here already", "duplicate"))
@@ -135,6 +152,11 @@ class Hub:
         connected = self._send_engine is not None
         if self.stops.passed(entry, sent=connected) and connected:
             self._engine({"stop": entry})
+
+    def set_mode(self, mode: Mode) -> None:
+        """An admin's word, for this epoch and those after it; the leader says when it is so."""
+        self._wanted = mode
+        self._engine({"mode": mode})
 
     async def ledger(self) -> dict[str, Any]:
         """The leader's ledger. Raises ``TimeoutError`` when it does not answer."""
@@ -158,6 +180,9 @@ class Hub:
         self._hello = hello
         self._draining = hello["draining"]
         self._send_engine = send
+        if self._wanted is not None:
+            # Before any request: a group that lost a rank is as paused as it was.
+            self._engine({"mode": self._wanted})
         if same_epoch:
             self.stops.epoch_goes_on()
         else:
@@ -184,7 +209,7 @@ class Hub:
         self._requests.clear()
         self._choices.clear()
         self.stops.epoch_ended(self._hello["epoch"])
-        self._on_load((0, 0, 0, 0, 0))
+        self._on_load((0,) * len(LOAD))
 
     def engine_frame(self, frame: Frame) -> None:
         """One turn's outputs, or an answer."""
@@ -203,6 +228,8 @@ class Hub:
             self.stops.receipt(receipt)
         if "load" in body:
             self._on_load(body["load"])
+        if "mode" in body:
+            self._on_mode(Mode(body["mode"]))
         if "draining" in body:
             self._draining = True
             self._tell_all({"type": "draining", "seconds": body["draining"]})
@@ -287,6 +314,8 @@ class Hub:
                 "completion_tokens": keep,
                 "cached_tokens": ended["cached_tokens"],
                 "discarded_tokens": ended["discarded_tokens"] + ended["keep"] - keep,
+                "drafted_tokens": ended["drafted_tokens"],
+                "accepted_tokens": ended["accepted_tokens"],
                 "message": ended["message"] or None,
             }
         )
@@ -307,6 +336,8 @@ class Hub:
                 "completion_tokens": text.tokens,
                 "cached_tokens": 0,
                 "discarded_tokens": 0,
+                "drafted_tokens": 0,
+                "accepted_tokens": 0,
                 "message": LOST,
             }
         )
@@ -316,9 +347,14 @@ class Hub:
         self._publish_receipt(receipt)
 
     def _on_load(self, load: Any) -> None:
-        names = ("running", "waiting", "free", "held", "cached")
-        self._load = dict(zip(names, load, strict=True))
+        self._load = dict(zip(LOAD, load, strict=True))
         self._tell_all({"type": "load", **self._load})
+
+    def _on_mode(self, mode: Mode) -> None:
+        self._mode = mode
+        if self._wanted is None:
+            self._wanted = mode  # this front is younger than its leader
+        self._tell_all({"type": "mode", "mode": mode})
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for session in list(self.sessions.values()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 from typing import Any
 
 import redis.asyncio as redis
@@ -13,6 +14,7 @@ from redis.exceptions import RedisError
 QUEUE_MAX = 10_000
 KEEP_S = 600
 TIMEOUT_S = 2.0
+RETRY_S = 1.0
 
 
 class ReceiptPublisher:
@@ -22,7 +24,8 @@ class ReceiptPublisher:
         self._url = url
         self._stream = stream
         self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(QUEUE_MAX)
-        self.dropped = 0
+        self._failing = False
+        self._lost = 0  # since Redis took one
 
     def publish(self, receipt: dict[str, Any]) -> None:
         """Queue a receipt; never waits."""
@@ -31,7 +34,7 @@ class ReceiptPublisher:
         try:
             self._queue.put_nowait(receipt)
         except asyncio.QueueFull:
-            self.dropped += 1
+            self._lost += 1
 
     async def run(self) -> None:
         """Add what is queued until cancelled."""
@@ -48,9 +51,30 @@ class ReceiptPublisher:
                     added = await client.xadd(self._stream, {"receipt": json.dumps(receipt)})
                     oldest = int(str(added).split("-")[0]) - KEEP_S * 1000
                     await client.xtrim(self._stream, minid=oldest, approximate=True)
-            except (RedisError, OSError):
-                self.dropped += 1
-                await asyncio.sleep(1.0)
+                    self._succeeded()
+            except (RedisError, OSError) as error:
+                self._failed(error)
+                await asyncio.sleep(RETRY_S)
             finally:
                 with contextlib.suppress(RedisError, OSError, TimeoutError):
                     await asyncio.wait_for(client.aclose(), 1.0)
+
+    def _failed(self, error: Exception) -> None:
+        """Say so once for each time that Redis is away; one receipt goes with each failure."""
+        self._lost += 1
+        if not self._failing:
+            self._failing = True
+            _log(
+                f"Redis takes no receipts ({error}): gateways without a session here miss them; "
+                "check STOPWAY_REDIS_URL and that Redis is up"
+            )
+
+    def _succeeded(self) -> None:
+        if self._lost:
+            _log(f"Redis takes receipts again; {self._lost} did not come to the stream")
+        self._failing = False
+        self._lost = 0
+
+
+def _log(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from stopway_core.types import Deadlines, SamplingParams, Submission
 from stopway_engine.front.text import ChoiceText
+from stopway_engine.grammar import spec
 from stopway_engine.modelspec import ModelError
 from stopway_engine.tokenizer import TextCodec
 
@@ -34,6 +35,14 @@ class FrontRequest:
     prompt_tokens: int
     texts: dict[int, ChoiceText] = field(default_factory=dict)
     accepted: bool = False
+
+
+def check_grammar(text: str) -> None:
+    """Refuse a grammar that cannot be used. May take seconds. Raises ``Rejected``."""
+    try:
+        spec.check(text)
+    except spec.GrammarError as error:
+        raise Rejected(str(error), code="invalid_grammar", param="response_format") from None
 
 
 def prompt_tokens(message: Mapping[str, Any], codec: TextCodec, limit: int) -> list[int]:
@@ -97,6 +106,8 @@ def submission(
         params=SamplingParams(**{k: v for k, v in params.items() if k in known}),
         minted_at=message["minted_at"],
         choices=message["n"],
+        priority=message.get("priority") or 0,
+        grammar=message.get("grammar") or "",
         deadlines=Deadlines(
             deadlines.get("queue"), deadlines.get("first_token"), deadlines.get("total")
         ),

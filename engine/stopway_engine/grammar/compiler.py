@@ -1,0 +1,129 @@
+"""Compiles grammars off the exec queue, in a thread of its own. No torch import.
+
+A text has passed ``spec.check`` before it gets here, so compiling it is bounded; the library lets
+go of the interpreter while it compiles.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from llguidance import LLMatcher, LLTokenizer
+
+from stopway_engine.grammar.matchers import GrammarTable
+from stopway_engine.grammar.spec import GrammarError, explain, limits, source_of
+from stopway_engine.tokenizer import TextCodec
+
+
+class Vocabulary:
+    """A codec as ``LLTokenizer`` wants to see it: the bytes of every row of the model's head."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self.eos_token_id = codec.eos_ids[0]
+        self.tokens, self.special_token_ids = codec.vocabulary()
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._codec.encode(text)
+
+
+def make_tokenizer(codec: TextCodec) -> LLTokenizer:
+    """The library's view of the model's tokens (a tenth of a second)."""
+    return LLTokenizer(Vocabulary(codec), eos_token=list(codec.eos_ids))  # type: ignore[arg-type]
+
+
+class GrammarCompiler:
+    """One thread that fills a table; a file descriptor wakes the control loop.
+
+    Calls take effect in their order. A slot is compiled into again only after it was forgotten,
+    and forgotten only after its result was taken.
+    """
+
+    def __init__(self, load: Callable[[], TextCodec]) -> None:
+        """``load`` runs in the thread, as soon as it starts.
+
+        Not only when there is a grammar: the library keeps the interpreter to itself while it
+        takes the vocabulary in (a tenth of a second), which must not be when stops have to turn.
+        """
+        self.table: GrammarTable = {}
+        self._load = load
+        self._work: queue.SimpleQueue[tuple[int, str | None] | None] = queue.SimpleQueue()
+        self._done: deque[tuple[int, str]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._main, name="grammar", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def fileno(self) -> int:
+        """Readable when ``take`` has something."""
+        return self._wake
+
+    def compile(self, slot: int, text: str) -> None:
+        """Compile a constraint into ``slot``; ``take`` has the outcome some time later."""
+        self._work.put((slot, text))
+
+    def forget(self, slot: int) -> None:
+        """Let go of what is in ``slot``. Requests that run with it are not disturbed."""
+        self._work.put((slot, None))
+
+    def take(self) -> list[tuple[int, str]]:
+        """(slot, why it cannot be used, or nothing) of what was compiled since the last call."""
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return []
+        taken = []
+        while self._done:
+            taken.append(self._done.popleft())
+        return taken
+
+    def finish(self, timeout_s: float) -> None:
+        """End the thread after what it has to do; waits at most ``timeout_s``."""
+        self._work.put(None)
+        self._thread.join(timeout_s)
+
+    def _main(self) -> None:
+        tokenizer: LLTokenizer | None = None
+        broken = ""
+        try:
+            tokenizer = make_tokenizer(self._load())
+        except Exception as problem:  # the rank can serve everything else
+            broken = _reason(problem)
+        while (work := self._work.get()) is not None:
+            slot, text = work
+            if text is None:
+                self.table.pop(slot, None)
+                continue
+            error = broken
+            if tokenizer is not None:
+                try:
+                    self.table[slot] = _compile(tokenizer, text)
+                except Exception as problem:  # whoever waits for the grammar must hear of it
+                    error = _reason(problem)
+            self._done.append((slot, error))
+            os.eventfd_write(self._wake, 1)
+
+
+def _reason(problem: Exception) -> str:
+    return explain(str(problem)) or type(problem).__name__
+
+
+def _compile(tokenizer: LLTokenizer, text: str) -> LLMatcher:
+    matcher = LLMatcher(tokenizer, source_of(text), log_level=0, limits=limits())
+    if matcher.is_error():
+        raise GrammarError(matcher.get_error())
+    matcher.compute_bitmask()  # the first mask is the dearest, and shows what cannot begin
+    if matcher.is_error():
+        raise GrammarError(matcher.get_error())
+    return matcher

@@ -1,0 +1,285 @@
+"""The front between a gateway's session and the leader rank: grammars, modes, draft figures."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from stopway_core.events import Mode
+from stopway_core.wire import Decoder, Frame, FrameKind
+from stopway_engine.config import PodConfig
+from stopway_engine.front.hub import Hub
+from stopway_engine.grammar import spec
+from stopway_engine.tokenizer import Detokenizer
+
+
+class Codec:
+    """One token for each byte."""
+
+    context = 1000
+    vocab_size = 256
+    piece_bytes_max = 1
+
+    def encode(self, text: str, special: bool = False, bos: bool = False) -> list[int]:
+        return list(text.encode())
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer([bytes([value]) for value in range(256)])
+
+
+@dataclass
+class FakeSession:
+    gateway: str = "gw"
+    lease: str = "gw/1"
+    lost: bool = False
+    sent: list[dict[str, Any]] = field(default_factory=list)
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+
+    def close(self) -> None: ...
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [message for message in self.sent if message["type"] == kind]
+
+
+class Engine:
+    """The leader rank's end: what it was told, and what it says."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._decoder = Decoder()
+        self.told: list[Any] = []
+
+    def take(self, data: bytes) -> None:
+        self.told += [frame.body for frame in self._decoder.feed(data)]
+
+    def connect(self, epoch: int, mode: str = "running") -> None:
+        self.told.clear()
+        hello = {"epoch": epoch, "max_model_len": 100, "total_blocks": 9, "draining": False}
+        self._hub.engine_connected(hello, self.take)
+        self.say(hello=hello, mode=mode)
+
+    def say(self, **body: Any) -> None:
+        self._hub.engine_frame(Frame(FrameKind.FRONT_OUT, 1, 1, body, []))
+
+    @property
+    def submits(self) -> list[dict[str, Any]]:
+        return [body["submit"] for body in self.told if "submit" in body]
+
+    @property
+    def modes(self) -> list[str]:
+        return [body["mode"] for body in self.told if "mode" in body]
+
+
+def submit(uid: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "type": "submit",
+        "uid": uid,
+        "attempt": 1,
+        "tenant": "t",
+        "n": 1,
+        "prompt": {"text": "hi"},
+        "params": {"max_tokens": 5},
+        "minted_at": time.time(),
+        **fields,
+    }
+
+
+@pytest.fixture
+def hub() -> Hub:
+    config = PodConfig(secret="0123456789abcdef")
+    return Hub(config, Codec(), lambda receipt: None)
+
+
+@pytest.fixture
+def session(hub: Hub) -> FakeSession:
+    session = FakeSession()
+    hub.open(session)
+    return session
+
+
+@pytest.fixture
+def engine(hub: Hub, session: FakeSession) -> Engine:
+    engine = Engine(hub)
+    engine.connect(1)
+    return engine
+
+
+# --- grammars and priorities ------------------------------------------------------------------
+
+
+async def test_grammar_and_priority_reach_the_leader(
+    hub: Hub, session: FakeSession, engine: Engine
+) -> None:
+    await hub.submit(session, submit("a", grammar='{"regex":"a+"}', priority=-3))
+    await hub.submit(session, submit("b", grammar="", priority=0))
+    found = {body["uid"]: (body["grammar"], body["priority"]) for body in engine.submits}
+    assert found == {"a": ('{"regex":"a+"}', -3), "b": ("", 0)}
+    assert not session.of("refused")
+
+
+async def test_a_grammar_is_checked_aside_before_anything_is_tokenized(
+    hub: Hub, session: FakeSession, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def check(text: str) -> None:
+        threads.append(threading.current_thread().name)
+        raise spec.GrammarError(f"no such type in {text}")
+
+    def never(*_: Any, **__: Any) -> list[int]:
+        raise AssertionError("it was tokenized first")
+
+    monkeypatch.setattr(spec, "check", check)
+    monkeypatch.setattr(Codec, "encode", never)
+    await hub.submit(session, submit("a", grammar='{"json_schema":{}}'))
+    assert session.of("refused") == [
+        {
+            "type": "refused",
+            "uid": "a",
+            "status": 400,
+            "message": 'no such type in {"json_schema":{}}',
+            "code": "invalid_grammar",
+            "param": "response_format",
+        }
+    ]
+    assert not engine.submits
+    assert threads[0].startswith("check-grammar")
+
+
+async def test_a_grammar_that_takes_long_keeps_no_prompt_waiting(
+    hub: Hub, session: FakeSession, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(spec, "check", lambda _: go_on.wait(10))
+    slow = [
+        asyncio.create_task(hub.submit(session, submit(f"slow{n}", grammar='{"regex":"a"}')))
+        for n in range(8)
+    ]
+    await asyncio.sleep(0)  # all of them are on their way
+    await hub.submit(session, submit("quick"))
+    assert [body["uid"] for body in engine.submits] == ["quick"]
+    go_on.set()
+    await asyncio.gather(*slow)
+    assert len(engine.submits) == 9
+
+
+async def test_a_grammar_of_no_sense_is_refused(
+    hub: Hub, session: FakeSession, engine: Engine
+) -> None:
+    await hub.submit(session, submit("a", grammar='{"regex":"("}'))
+    (refused,) = session.of("refused")
+    assert (refused["status"], refused["code"]) == (400, "invalid_grammar") and refused["message"]
+    assert not engine.submits
+
+
+# --- modes ------------------------------------------------------------------------------------
+
+
+def test_a_mode_is_so_when_the_leader_says_so(
+    hub: Hub, session: FakeSession, engine: Engine
+) -> None:
+    session.sent.clear()
+    hub.set_mode(Mode.WAITING)
+    assert engine.modes == ["wait"] and hub.hello()["mode"] == "running" and not session.sent
+    engine.say(mode="wait")
+    assert session.sent == [{"type": "mode", "mode": "wait"}]
+    other = FakeSession("gw2", "gw2/1")
+    hub.open(other)
+    assert other.of("hello")[0]["mode"] == "wait"
+
+
+def test_a_lost_rank_does_not_resume_a_paused_group(
+    hub: Hub, session: FakeSession, engine: Engine
+) -> None:
+    hub.set_mode(Mode.FROZEN)
+    engine.say(mode="keep")
+    hub.engine_lost()
+    engine.connect(2)  # a leader that knows of nothing
+    assert engine.told[0] == {"mode": "keep"}  # before any request can be
+    engine.say(mode="keep")
+    assert hub.hello()["mode"] == "keep"
+    hub.set_mode(Mode.RUNNING)
+    engine.say(mode="running")
+    hub.engine_lost()
+    engine.connect(3)
+    assert engine.modes == ["running"]
+
+
+def test_a_mode_asked_for_between_two_epochs_is_for_the_next(
+    hub: Hub, session: FakeSession, engine: Engine
+) -> None:
+    hub.engine_lost()
+    hub.set_mode(Mode.DRAINING)
+    assert hub.hello()["mode"] == "running"  # nobody has said otherwise
+    engine.connect(2)
+    assert engine.modes == ["drain"]
+
+
+def test_a_new_front_takes_over_the_mode_of_its_leader(hub: Hub, session: FakeSession) -> None:
+    engine = Engine(hub)
+    engine.connect(5, mode="wait")
+    assert hub.hello()["mode"] == "wait" and session.of("mode")[-1]["mode"] == "wait"
+    hub.engine_lost()
+    engine.connect(6)
+    assert engine.modes == ["wait"]
+
+
+# --- figures ----------------------------------------------------------------------------------
+
+
+async def test_draft_figures_come_with_the_end_and_with_the_load(
+    hub: Hub, session: FakeSession, engine: Engine
+) -> None:
+    await hub.submit(session, submit("a"))
+    engine.say(accepted=[["a", [1]]])
+    end = {
+        "key": 1,
+        "outcome": "finished",
+        "reason": "grammar_end",
+        "prompt_tokens": 2,
+        "keep": 3,
+        "cached_tokens": 0,
+        "discarded_tokens": 1,
+        "drafted_tokens": 6,
+        "accepted_tokens": 4,
+        "message": "",
+    }
+    engine.say(ended=[end], load=[1, 2, 3, 4, 5, 6, 4])
+    (ended,) = session.of("end")
+    assert (ended["drafted_tokens"], ended["accepted_tokens"]) == (6, 4)
+    assert (ended["finish_reason"], ended["reason"]) == ("stop", "grammar_end")
+    (load,) = session.of("load")
+    assert (load["cached"], load["drafted"], load["accepted"]) == (5, 6, 4)
+    hub.engine_lost()
+    assert set(session.of("load")[-1].values()) == {"load", 0}
+
+
+async def test_a_grammar_that_the_leader_cannot_compile_ends_with_its_words(
+    hub: Hub, session: FakeSession, engine: Engine
+) -> None:
+    await hub.submit(session, submit("a", grammar='{"json_object":true}'))
+    engine.say(accepted=[["a", [1]]])
+    end = dict.fromkeys(
+        ("prompt_tokens", "keep", "cached_tokens", "discarded_tokens", "drafted_tokens"), 0
+    )
+    engine.say(
+        ended=[
+            {
+                **end,
+                "accepted_tokens": 0,
+                "key": 1,
+                "outcome": "failed",
+                "reason": "bad_input",
+                "message": "the grammar is too large",
+            }
+        ]
+    )
+    (ended,) = session.of("end")
+    assert (ended["reason"], ended["message"]) == ("bad_input", "the grammar is too large")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from stopway_core.events import Mode
 from stopway_core.types import Outcome, Reason, StopStatus
 
 UnixTime = float
@@ -48,6 +49,13 @@ class StopwayUsage(_Answer):
     discarded_tokens: int = Field(description="Computed, and not delivered.")
 
 
+class CompletionTokensDetails(_Answer):
+    """Of the tokens that were guessed ahead: how many were right, and how many were not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(_Answer):
     """``completion_tokens`` counts what was delivered."""
 
@@ -55,6 +63,9 @@ class Usage(_Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = Field(
+        None, description="Only where tokens were guessed ahead."
+    )
     stopway: StopwayUsage
 
 
@@ -142,6 +153,7 @@ class RequestAnswer(_Answer):
     model: str
     stream: bool
     n: int
+    priority: int
     tenant: str
     conversation: str | None
     client_request_id: str | None = Field(description="The client's own x-request-id.")
@@ -202,6 +214,42 @@ class StopAnswer(_Answer):
     )
     pending_on: list[str] = Field(description="What still holds something.")
     groups: list[GroupAnswer]
+
+
+# --- groups -----------------------------------------------------------------------------------
+
+
+class BlocksAnswer(_Answer):
+    """KV blocks; ``held`` by a holder other than the cache."""
+
+    free: int
+    held: int
+    cached: int
+
+
+class GroupState(_Answer):
+    """A group, as its leader last told it."""
+
+    group: str
+    mode: Mode = Field(description="What it does with its requests.")
+    epoch: int | None = Field(description="Null while it cannot serve.")
+    running: int = Field(description="Sequences in the replicas.")
+    waiting: int = Field(description="Sequences that wait at the leader.")
+    blocks: BlocksAnswer
+
+
+class GroupList(_Answer):
+    """The groups that this gateway knows, by name."""
+
+    groups: list[GroupState]
+
+
+class ModeAnswer(_Answer):
+    """What the groups were told, and who has not said yet that it is so."""
+
+    mode: Mode
+    pending_on: list[str]
+    groups: list[GroupState]
 
 
 # --- for operators ----------------------------------------------------------------------------

@@ -47,17 +47,18 @@ class Settings(BaseSettings):
     choices_max: int = Field(16, ge=1)
     stop_strings_max: int = Field(16, ge=0)
     stop_string_chars_max: int = Field(256, ge=1)
+    grammar_bytes_max: int = Field(64 * 1024, gt=0, le=64 * 1024)  # groups take no more
     stop_request_ids_max: int = Field(1000, ge=1, le=10_000)
     metadata_keys_max: int = Field(16, ge=0)
     metadata_chars_max: int = Field(512, ge=1)
     requests_max: int = Field(4096, ge=1)  # live at once
-    wait_s_max: float = Field(60.0, gt=0)  # of a stop's ?timeout=
+    wait_s_max: float = Field(60.0, gt=0)  # of a stop's, or a mode's, timeout
 
     # What a client may take.
     keepalive_s: float = Field(15.0, gt=0)
     slow_reader_s: float = Field(30.0, gt=0)  # one send may block this long
     slow_reader_bytes_max: int = Field(4 * 1024 * 1024, gt=0)  # text that waits for it
-    tcp_user_timeout_s: float = Field(30.0, ge=0)
+    tcp_user_timeout_s: float = Field(30.0, ge=1)  # a silent client is gone after about this
 
     # The stop path.
     dispatch_wait_s: float = Field(10.0, ge=0)  # for a ready group

@@ -56,7 +56,13 @@ def refusal_error(request: Request) -> ApiError:
     """The leader's refusal as the client's error."""
     refusal = request.refusal
     assert refusal is not None
-    return ApiError(refusal.status, refusal.message, code=refusal.code, param=refusal.param)
+    param = refusal.param
+    if refusal.code == "invalid_grammar":
+        param = request.generation.grammar_field  # the front does not know which of the two it was
+    headers = _RETRY_AFTER if refusal.status in (429, 503) else None
+    return ApiError(
+        refusal.status, refusal.message, code=refusal.code, param=param, headers=headers
+    )
 
 
 def end_error(end: End) -> ApiError | None:

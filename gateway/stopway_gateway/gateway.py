@@ -9,18 +9,19 @@ import time
 from collections.abc import Iterator
 
 from stopway_core.types import DEADLINE_REASONS, Reason
-from stopway_gateway import limits, trace
+from stopway_gateway import detection, limits, trace
 from stopway_gateway.auth import KeyRing, Principal
 from stopway_gateway.config import Settings
 from stopway_gateway.errors import ApiError, Scope
 from stopway_gateway.generation import Generation, tenant_salt
 from stopway_gateway.metrics import Metrics
+from stopway_gateway.modes import ModeService
 from stopway_gateway.placement import Placement
 from stopway_gateway.registry import Registry
 from stopway_gateway.request import Request
 from stopway_gateway.requests_table import RequestsTable
 from stopway_gateway.schemas import invalid
-from stopway_gateway.session import LeaderSession
+from stopway_gateway.session import LeaderSession, Listener
 from stopway_gateway.stop_service import StopService
 from stopway_telemetry import Exporter
 
@@ -45,6 +46,7 @@ class Gateway:
         self.table = RequestsTable(settings.gateway_id, settings.keep_s, settings.keep_max)
         self.registry = Registry(settings, self._make_session)
         self.placement = Placement()
+        self.modes = ModeService(self.registry)
         self.stops = StopService(settings, self.table, self.registry, self.metrics, self.exporter)
         self.draining = False
         self._active = 0  # handlers of generating routes
@@ -118,7 +120,7 @@ class Gateway:
             )
 
     def check_wait(self, timeout_s: float) -> None:
-        """Raises a 400 for a stop whose client wants to wait for too long."""
+        """Raises a 400 for a client that wants to wait for too long."""
         most = self.settings.wait_s_max
         if timeout_s > most:
             raise invalid("timeout", f"a number of seconds from 0 to {most:g}")
@@ -133,6 +135,8 @@ class Gateway:
                 code="model_not_found",
                 param="model",
             )
+        if generation.priority < 0 and not principal.admin:
+            raise invalid("priority", "below 0 is for admins; this key may ask for 0 to 100")
         headers = dict(scope["headers"])
         client_id = limits.client_request_id(headers.get(b"x-request-id"))
         traceparent = headers.get(b"traceparent", b"")[:64].decode("latin-1")
@@ -172,11 +176,13 @@ class Gateway:
         patience, reason = min(bounds, key=lambda each: each[0])
         deadline = begun + patience
         while request.outcome is None and not request.gone:
-            session = self.placement.choose(
-                self.registry.ready(), request.tenant, generation.conversation
-            )
+            ready = self.registry.ready()
+            session = self.placement.choose(ready, request.tenant, generation.conversation)
             if session is not None:
                 session.submit(request, self._submission(request, time.monotonic() - begun))
+                return
+            if ready:
+                request.settle(Reason.DRAIN, "Every group drains, for its admin; try again later.")
                 return
             if time.monotonic() >= deadline:
                 request.settle(reason, "No group is ready; try again soon.")
@@ -193,6 +199,8 @@ class Gateway:
             "tenant": request.tenant,
             "salt": tenant_salt(self.settings.secret.get_secret_value(), request.tenant),
             "n": generation.n,
+            "priority": generation.priority,
+            "grammar": generation.grammar,
             "prompt": generation.prompt,
             "params": generation.params,
             "stop": generation.stop,
@@ -208,10 +216,25 @@ class Gateway:
         }
 
     def client_left(self, request: Request) -> None:
-        """Nobody waits for it any more: stop it, unless it is over or being stopped."""
+        """Nobody waits for it any more: stop it, unless it is over or its leader is told already.
+
+        One that was cut by a selector, or by another gateway's stop, is over by now in nearly all
+        cases; if not, its leader may never have seen the two together.
+        """
         request.leave()
-        if request.outcome is None and request.cut is None:
-            self.stops.issue_for(request, Reason.CLIENT_DISCONNECT)
+        delay_s = detection.delay_s(
+            request.policy,
+            stream=request.generation.stream,
+            waited_s=time.time() - request.created,
+        )
+        if delay_s and request.cut is None:
+            asyncio.get_running_loop().call_later(delay_s, self._stop_left, request)
+        else:
+            self._stop_left(request)
+
+    def _stop_left(self, request: Request) -> None:
+        if request.outcome is None and not request.leader_told:
+            self.stops.issue_for(request, request.cut or Reason.CLIENT_DISCONNECT)
 
     def _settled(self, request: Request) -> None:
         self.table.finish(request)
@@ -230,14 +253,27 @@ class Gateway:
             gateway=self.settings.gateway_id,
             secret=self.settings.secret.get_secret_value(),
             epoch_grace_s=self.settings.epoch_grace_s,
-            on_receipt=self.stops.on_receipt,
-            on_change=self._session_changed,
-            on_draining=self._group_drains,
+            listener=Listener(
+                receipt=self.stops.on_receipt,
+                change=self._session_changed,
+                draining=self._group_drains,
+                mode=self._mode_changed,
+                load=self._load_changed,
+            ),
         )
 
     def _session_changed(self, session: LeaderSession) -> None:
         self.registry.compare_epochs()
         self.stops.on_session(session)
+        self._mode_changed(session)
+
+    def _mode_changed(self, _: LeaderSession) -> None:
+        self.modes.touch()
         for request in self.table.live():
             if not request.dispatched:
                 request.poke()
+
+    def _load_changed(self, session: LeaderSession) -> None:
+        if session.epoch is not None:
+            load = session.load
+            self.metrics.drafts(session.group, session.epoch, load["drafted"], load["accepted"])

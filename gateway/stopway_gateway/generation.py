@@ -19,6 +19,7 @@ from stopway_gateway.schemas import (
     stop_strings,
     validate_sampling,
 )
+from stopway_gateway.structured import grammar_of
 
 COMPLETION_TOKENS = 16  # OpenAI's default for text completions
 _GUESSED_TOKENS = 256  # for routing, when the client sets no maximum
@@ -40,6 +41,9 @@ class Generation:
     deadlines: dict[str, float | None]
     conversation: str
     cost: int
+    priority: int
+    grammar: str  # what the answer must match; empty: anything
+    grammar_field: str  # where the client said so
 
 
 def parse_chat(raw: dict[str, Any], settings: Settings) -> Generation:
@@ -64,6 +68,7 @@ def parse_chat(raw: dict[str, Any], settings: Settings) -> Generation:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
         prompt_cost=chars // 4,
+        settings=settings,
     )
 
 
@@ -90,6 +95,7 @@ def parse_completion(raw: dict[str, Any], settings: Settings) -> Generation:
         max_tokens=body.max_tokens or COMPLETION_TOKENS,
         logprobs=-1 if body.logprobs is None else body.logprobs,
         prompt_cost=len(prompt) // 4 if text else len(prompt),
+        settings=settings,
     )
 
 
@@ -101,10 +107,12 @@ def _generation(
     max_tokens: int | None,
     logprobs: int,
     prompt_cost: int,
+    settings: Settings,
 ) -> Generation:
     n = body.n or 1
     if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
         raise invalid("min_tokens", "must be at most max_tokens")
+    grammar, grammar_field = grammar_of(body, settings.grammar_bytes_max)
     deadlines = body.deadlines.model_dump() if body.deadlines else {}
     return Generation(
         kind=kind,
@@ -119,6 +127,9 @@ def _generation(
         deadlines={name: deadlines.get(name) for name in ("queue", "first_token", "total")},
         conversation=(body.metadata or {}).get("conversation_id", ""),
         cost=prompt_cost + n * (max_tokens or _GUESSED_TOKENS),
+        priority=body.priority or 0,
+        grammar=grammar,
+        grammar_field=grammar_field,
     )
 
 

@@ -11,10 +11,11 @@ from stopway_core import names
 from stopway_gateway.errors import ApiError
 
 _DEPTH_MAX = 64
+_TOO_DEEP = f"is nested deeper than {_DEPTH_MAX}."
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
+def parse_json(body: bytes, what: str = "The body", param: str | None = None) -> dict[str, Any]:
     """The JSON object in ``body``; else a 400 that says what is wrong with it.
 
     NaN, infinities, numbers that overflow, lone surrogates and deep nesting are refused here, so
@@ -23,20 +24,21 @@ def parse_json(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body.decode(), parse_constant=_no_constant, parse_float=_finite)
     except UnicodeDecodeError:
-        raise ApiError(400, "The body is not UTF-8.", code="invalid_json") from None
+        raise _bad(f"{what} is not UTF-8.", param) from None
     except RecursionError:
-        raise _too_deep() from None
+        raise _bad(f"{what} {_TOO_DEEP}", param) from None
     except ValueError as error:
-        raise ApiError(400, f"The body is not JSON: {error}", code="invalid_json") from None
+        raise _bad(f"{what} is not JSON: {error}", param) from None
     if not isinstance(value, dict):
-        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
-    _check_depth(value)
+        raise _bad(f"{what} must be a JSON object.", param)
+    if _too_deep(value):
+        raise _bad(f"{what} {_TOO_DEEP}", param)
     if _SURROGATE.search(body):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            message = "The body has half of a surrogate pair, which is no character."
-            raise ApiError(400, message, code="invalid_json") from None
+            message = f"{what} has half of a surrogate pair, which is no character."
+            raise _bad(message, param) from None
     return value
 
 
@@ -51,11 +53,11 @@ def _finite(text: str) -> float:
     return value
 
 
-def _too_deep() -> ApiError:
-    return ApiError(400, f"The body is nested deeper than {_DEPTH_MAX}.", code="invalid_json")
+def _bad(message: str, param: str | None) -> ApiError:
+    return ApiError(400, message, code="invalid_json", param=param)
 
 
-def _check_depth(value: Any) -> None:
+def _too_deep(value: Any) -> bool:
     level = [value]
     for _ in range(_DEPTH_MAX):
         level = [
@@ -66,8 +68,8 @@ def _check_depth(value: Any) -> None:
             if isinstance(child, dict | list)
         ]
         if not level:
-            return
-    raise _too_deep()
+            return False
+    return True
 
 
 def client_request_id(raw: bytes | None) -> str:

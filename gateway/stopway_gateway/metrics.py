@@ -47,6 +47,24 @@ class Metrics:
             "stopway_stop_bus_up", "Whether Redis takes stops (1 or 0)", registry=self.registry
         )
 
+        self._draft_tokens = self._counter(
+            "stopway_draft_tokens", "Tokens guessed ahead and verified", ["group"]
+        )
+        self._accepted_tokens = self._counter(
+            "stopway_accepted_draft_tokens", "Of them, those that were right", ["group"]
+        )
+        self._drafts: dict[str, tuple[int, int, int]] = {}  # by group: epoch, and its totals
+
+    def drafts(self, group: str, epoch: int, drafted: int, accepted: int) -> None:
+        """A group's totals of an epoch: each epoch counts from 0, and the counters go on."""
+        known = self._drafts.get(group, (epoch, 0, 0))
+        if epoch < known[0]:
+            return  # of a leader that is over
+        before = known[1:] if epoch == known[0] else (0, 0)
+        self._draft_tokens.labels(group).inc(max(0, drafted - before[0]))
+        self._accepted_tokens.labels(group).inc(max(0, accepted - before[1]))
+        self._drafts[group] = (epoch, max(drafted, before[0]), max(accepted, before[1]))
+
     def _counter(self, name: str, text: str, labels: Iterable[str] = ()) -> Counter:
         return Counter(name, text, list(labels), registry=self.registry)
 

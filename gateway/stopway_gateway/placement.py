@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from stopway_core.events import Mode
 from stopway_gateway.session import LeaderSession
 
 _CONVERSATIONS_MAX = 10_000
@@ -19,17 +20,20 @@ class Placement:
     def choose(
         self, ready: Sequence[LeaderSession], tenant: str, conversation: str
     ) -> LeaderSession | None:
-        """One of ``ready``, or None when there is none.
+        """One of ``ready``, or None when none takes requests.
 
-        A conversation's cache is worth more than an even load, so affinity comes first; a home
-        that is not ready is replaced by the choice made instead.
+        A paused group is chosen only when no other one serves: what it takes waits there. One that
+        drains is never chosen. A conversation's cache is worth more than an even load, so affinity
+        comes first; a home that does not serve is replaced by the choice made instead.
         """
-        if not ready:
+        taking = [session for session in ready if session.mode is not Mode.DRAINING]
+        serving = [session for session in taking if session.mode is Mode.RUNNING] or taking
+        if not serving:
             return None
         home = self._homes.get((tenant, conversation)) if conversation else None
-        chosen = next((session for session in ready if session.group == home), None)
+        chosen = next((session for session in serving if session.group == home), None)
         if chosen is None:
-            chosen = min(ready, key=lambda session: (session.outstanding, session.group))
+            chosen = min(serving, key=lambda session: (session.outstanding, session.group))
         if conversation:
             self._homes[tenant, conversation] = chosen.group
             self._homes.move_to_end((tenant, conversation))

@@ -20,6 +20,7 @@ HEADER_BYTES_MAX = 64 * 1024
 _HEADERS_TIMEOUT_S = 30.0
 _SEND_BUFFER_BYTES = 256 * 1024
 _PIPELINE_MAX = 8
+_PROBES = 3
 _LINGER_S = 1.0
 
 
@@ -27,13 +28,13 @@ def connection_class(user_timeout_s: float) -> type[HttpToolsProtocol]:
     """The protocol class, with its TCP user timeout."""
 
     class Connection(_Connection):
-        USER_TIMEOUT_MS = int(user_timeout_s * 1000)
+        USER_TIMEOUT_S = user_timeout_s
 
     return Connection
 
 
 class _Connection(HttpToolsProtocol):
-    USER_TIMEOUT_MS = 0
+    USER_TIMEOUT_S: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,14 +47,26 @@ class _Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         sock = transport.get_extra_info("socket")
-        # Half-open clients and clients that don't read: the kernel gives up after this time, and
-        # holds no more than this for them.
         with contextlib.suppress(OSError, AttributeError):
-            if self.USER_TIMEOUT_MS:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self.USER_TIMEOUT_MS)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            self._bound_silence(sock)
         self._headers_timer = self.loop.call_later(_HEADERS_TIMEOUT_S, self._headers_late)
+
+    def _bound_silence(self, sock: socket.socket) -> None:
+        """Have the kernel give up on a client that is gone without a word, or that doesn't read.
+
+        Sent data that is not acknowledged for ``USER_TIMEOUT_S`` ends the connection. While there
+        is nothing to send, probes begin after half of that time; the kernel ends the connection
+        with the first one that is due once nothing has come for all of it: so within 7/6 of it,
+        and a second or two for the rounding of short ones.
+        """
+        whole = self.USER_TIMEOUT_S
+        tcp = socket.IPPROTO_TCP
+        sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, int(whole * 1000))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(tcp, socket.TCP_KEEPIDLE, max(1, round(whole / 2)))
+        sock.setsockopt(tcp, socket.TCP_KEEPINTVL, max(1, round(whole / 6)))
+        sock.setsockopt(tcp, socket.TCP_KEEPCNT, _PROBES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_headers_timer()

@@ -37,6 +37,8 @@ class End:
     stop_string: str | None = None
     completion_tokens: int = 0
     discarded_tokens: int = 0
+    drafted_tokens: int = 0  # guessed ahead and verified
+    accepted_tokens: int = 0  # of them, those that were right
     message: str = ""
 
 
@@ -66,12 +68,19 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A leader's 4xx: nothing was computed."""
+    """A leader's 4xx or 5xx: nothing was computed."""
 
     status: int
     message: str
     code: str | None
     param: str | None
+
+    @property
+    def reason(self) -> Reason:
+        """Why the request ended: the client's fault, or that of a group that cannot serve."""
+        if self.status < 500:
+            return Reason.BAD_INPUT
+        return Reason(self.code) if self.code in set(Reason) else Reason.RANK_LOST
 
 
 class Request:
@@ -95,11 +104,13 @@ class Request:
         self.choices = [Choice(index) for index in range(generation.n)]
         self.stop_ids: list[str] = []
         self.group = ""  # set when it is dispatched
+        self.policy = ""  # of the group
         self.epoch: int | None = None
         self.accepted = False
         self.refusal: Refusal | None = None
         self.cut: Reason | None = None
         self.cut_at = 0.0
+        self.leader_told = False  # a stop that names it is sent until it has arrived
         self.gone = False  # nobody is there to deliver to
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -125,7 +136,7 @@ class Request:
     def on_refused(self, refusal: Refusal) -> None:
         """The leader will not have it."""
         self.refusal = refusal
-        self.settle(Reason.BAD_INPUT, refusal.message)
+        self.settle(refusal.reason, refusal.message)
 
     def on_out(self, index: int, item: Item) -> None:
         """Text for one choice."""
@@ -202,8 +213,11 @@ class Request:
     @property
     def started(self) -> bool:
         """Whether there is something to answer with."""
+        # A grammar that cannot be compiled is found out after the request was queued, and a 400
+        # can be said only before the headers have gone.
+        compiled = not self.generation.grammar or bool(self.first_text_at)
         return (
-            self.accepted
+            (self.accepted and compiled)
             or self.refusal is not None
             or self.outcome is not None
             or self.cut is not None
@@ -273,13 +287,22 @@ class Request:
             computed = end.completion_tokens + end.discarded_tokens if end else 0
             known = choice.tokens + sum(item.tokens for item in choice.pending)
             discarded += max(computed, known) - choice.tokens
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": delivered,
             "total_tokens": self.prompt_tokens + delivered,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "stopway": {"discarded_tokens": discarded},
         }
+        ends = [end for choice in self.choices if (end := choice.closed or choice.end)]
+        drafted = sum(end.drafted_tokens for end in ends)
+        if drafted:
+            accepted = sum(end.accepted_tokens for end in ends)
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            }
+        return usage
 
     def to_json(self) -> dict[str, Any]:
         """As ``GET /v1/requests/{id}`` shows it."""
@@ -296,6 +319,7 @@ class Request:
             "model": generation.model,
             "stream": generation.stream,
             "n": generation.n,
+            "priority": generation.priority,
             "tenant": self.tenant,
             "conversation": generation.conversation or None,
             "client_request_id": self.client_request_id or None,

@@ -18,6 +18,9 @@ _TOKENS_MAX = 10_000_000
 WAIT_S = 10.0
 WAIT_TEXT = "How far to wait for the stop before answering."
 WAIT_TIMEOUT_TEXT = "For how many seconds to wait (at most 60, unless set otherwise)."
+MODE_TIMEOUT_TEXT = (
+    "For how many seconds to wait for the groups (at most 60, unless set otherwise)."
+)
 WaitLevel = Literal["accepted", "stopped", "reclaimed"]
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -40,6 +43,45 @@ class DeadlinesBody(_Strict):
     queue: Seconds | None = Field(None, description="Until it is scheduled.")
     first_token: Seconds | None = Field(None, description="Until the first token.")
     total: Seconds | None = Field(None, description="Until its end.")
+
+
+def _only_true(value: Any) -> Any:
+    """``Literal[True]`` takes 1 as well; for one field that stops everything."""
+    if value is not None and value is not True:
+        raise ValueError("true, or leave it out")
+    return value
+
+
+OnlyTrue = Annotated[Literal[True] | None, BeforeValidator(_only_true)]
+
+
+class JsonSchemaFormat(_Strict):
+    """``response_format.json_schema``; ``strict`` changes nothing, for it always is."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    schema_: dict[str, Any] = Field(alias="schema", description="A JSON schema.")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """``response_format``, as OpenAI has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(_Strict):
+    """``structured_outputs``, as vLLM has it: exactly one of these."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: dict[str, Any] | str | None = Field(
+        None, alias="json", description="A JSON schema, or the text of one."
+    )
+    json_object: OnlyTrue = Field(None, description="Any JSON object.")
+    regex: str | None = Field(None, min_length=1)
+    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
+    grammar: str | None = Field(None, min_length=1, description="A grammar in Lark's syntax.")
 
 
 class TextPart(_Strict):
@@ -83,6 +125,15 @@ class SamplingBody(_Strict):
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
     ignore_eos: bool | None = Field(None, description="Go on past the end of the text.")
     include_stop_str_in_output: bool | None = None
+    response_format: ResponseFormat | None = Field(
+        None, description="What the answer must be. Not together with `structured_outputs`."
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="What the answer must match."
+    )
+    priority: int | None = Field(
+        None, ge=-100, le=100, description="Smaller goes first; below 0 for admins only."
+    )
     deadlines: DeadlinesBody | None = Field(None, description="The request is stopped at these.")
     metadata: dict[str, str] | None = Field(
         None, description="`conversation_id` names the conversation: for its cache, and to stop it."
@@ -109,13 +160,6 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
-def _only_true(value: Any) -> Any:
-    """``Literal[True]`` takes 1 as well, and this one stops everything."""
-    if value is not None and value is not True:
-        raise ValueError("true, or leave it out")
-    return value
-
-
 class StopBody(_Strict):
     """``POST /v1/stops``: exactly one of the first four, and how to stop."""
 
@@ -124,7 +168,7 @@ class StopBody(_Strict):
     )
     conversation: str | None = Field(None, min_length=1, max_length=names.ID_MAX)
     tenant: Id | None = None
-    all: Annotated[Literal[True] | None, BeforeValidator(_only_true)] = None
+    all: OnlyTrue = None
     wait: WaitLevel = Field("accepted", description=WAIT_TEXT)
     timeout: float = Field(WAIT_S, ge=0, description=WAIT_TIMEOUT_TEXT)
     reason: Literal["client_cancel", "admin", "drain"] | None = Field(
@@ -134,7 +178,25 @@ class StopBody(_Strict):
     )
 
 
-BODIES: tuple[type[BaseModel], ...] = (ChatBody, CompletionBody, StopBody)
+class GroupsBody(_Strict):
+    """``POST /v1/groups/resume`` and ``/drain``; all of it may be left out."""
+
+    groups: list[Annotated[str, Field(min_length=1, max_length=names.ID_MAX)]] | None = Field(
+        None, min_length=1, max_length=1000, description="Their names; left out: all of them."
+    )
+    timeout: float = Field(WAIT_S, ge=0, description=MODE_TIMEOUT_TEXT)
+
+
+class PauseBody(GroupsBody):
+    """``POST /v1/groups/pause``."""
+
+    mode: Literal["abort", "wait", "keep"] = Field(
+        description="What becomes of the requests that the groups have: `abort` ends them, `wait` "
+        "lets those in the replicas run to their end, `keep` stops them where they are."
+    )
+
+
+BODIES: tuple[type[BaseModel], ...] = (ChatBody, CompletionBody, StopBody, GroupsBody, PauseBody)
 Body = TypeVar("Body", bound=BaseModel)
 Sampling = TypeVar("Sampling", bound=SamplingBody)
 
@@ -144,7 +206,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
@@ -154,7 +215,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "use_beam_search": (False,),
     "prompt_logprobs": (),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),

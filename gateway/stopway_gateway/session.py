@@ -12,18 +12,32 @@ import json
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
+from stopway_core.events import Mode
 from stopway_core.types import Outcome, Reason
 from stopway_gateway.request import End, Item, Refusal, Request
 from stopway_gateway.tasks import end_tasks
 
 _LOG = logging.getLogger(__name__)
 _BACKOFF_S = (0.1, 2.0)
+_LOAD = ("running", "waiting", "free", "held", "cached", "drafted", "accepted")
 _MESSAGE_BYTES_MAX = 32 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who is told of what comes from a leader."""
+
+    receipt: Callable[[dict[str, Any]], None]
+    change: Callable[[LeaderSession], None]  # it came, went, or has another epoch
+    draining: Callable[[LeaderSession, float], None]
+    mode: Callable[[LeaderSession], None]
+    load: Callable[[LeaderSession], None]
 
 
 class LeaderSession:
@@ -37,9 +51,7 @@ class LeaderSession:
         gateway: str,
         secret: str,
         epoch_grace_s: float,
-        on_receipt: Callable[[dict[str, Any]], None],
-        on_change: Callable[[LeaderSession], None],
-        on_draining: Callable[[LeaderSession, float], None],
+        listener: Listener,
     ) -> None:
         self.url = url.rstrip("/")
         self.group = name
@@ -48,6 +60,7 @@ class LeaderSession:
         self.draining = False  # its group ends: what runs there goes on
         self.retiring = False  # gone from the list of groups: takes nothing new
         self.superseded = False  # another session has a newer epoch of its group
+        self.mode = Mode.RUNNING  # as its leader last told it
         self.hello: dict[str, Any] = {}
         self.load: dict[str, int] = {}
         self.live: dict[str, Request] = {}
@@ -55,9 +68,7 @@ class LeaderSession:
         self._gateway = gateway
         self._headers = {"Authorization": f"Bearer {secret}"}
         self._epoch_grace_s = epoch_grace_s
-        self._on_receipt = on_receipt
-        self._on_change = on_change
-        self._tell_draining = on_draining
+        self._listener = listener
         self._outbox: asyncio.Queue[str] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {
@@ -68,7 +79,8 @@ class LeaderSession:
             "refused": self._on_refused,
             "out": self._on_out,
             "end": self._on_end,
-            "receipt": lambda message: self._on_receipt(message["receipt"]),
+            "receipt": lambda message: listener.receipt(message["receipt"]),
+            "mode": self._on_mode,
             "load": self._on_load,
         }
 
@@ -91,7 +103,7 @@ class LeaderSession:
         came_back = self.retiring and not retiring
         self.retiring = retiring
         if came_back:
-            self._on_change(self)  # requests may wait for it
+            self._listener.change(self)  # requests may wait for it
 
     def supersede(self, superseded: bool) -> None:
         """Whether its epoch is over, because its group has a newer one elsewhere."""
@@ -102,6 +114,7 @@ class LeaderSession:
     def submit(self, request: Request, message: dict[str, Any]) -> None:
         """Send a request; from now on this session says how it ends."""
         request.group = self.group
+        request.policy = str(self.hello.get("policy", ""))
         request.epoch = self.epoch
         request.release = lambda: self._forget(request)
         self.live[request.uid] = request
@@ -118,6 +131,10 @@ class LeaderSession:
         if self.connected:
             self._send({"type": "stop", "stop": signed})
         return self.connected
+
+    def send_mode(self, mode: Mode) -> None:
+        """Tell the group's leader; ``mode`` is this one when it says so."""
+        self._send({"type": "mode", "mode": mode})
 
     def _send(self, message: dict[str, Any]) -> None:
         self._outbox.put_nowait(json.dumps(message, separators=(",", ":")))
@@ -177,7 +194,7 @@ class LeaderSession:
         for request in list(self.live.values()):
             request.settle(Reason.RANK_LOST, "The connection to the group was lost.")
         if was_connected:
-            self._on_change(self)
+            self._listener.change(self)
 
     # --- messages -----------------------------------------------------------------------------
 
@@ -192,6 +209,7 @@ class LeaderSession:
 
     def _on_hello(self, message: dict[str, Any]) -> None:
         # Also sent when a new epoch forms on a session that stands.
+        self.mode = Mode(message["mode"])
         self.group = str(message["group"])
         self.hello = message
         self.connected = True
@@ -200,13 +218,17 @@ class LeaderSession:
 
     def _on_draining(self, message: dict[str, Any]) -> None:
         self.draining = True
-        self._tell_draining(self, float(message.get("seconds", 0.0)))
+        self._listener.draining(self, float(message.get("seconds", 0.0)))
+
+    def _on_mode(self, message: dict[str, Any]) -> None:
+        self.mode = Mode(message["mode"])
+        self._listener.mode(self)
 
     def _on_epoch(self, message: dict[str, Any]) -> None:
         before, self.epoch = self.epoch, message["epoch"]
         if before is not None and before != self.epoch:
             self._end_epoch_soon(before)
-        self._on_change(self)
+        self._listener.change(self)
 
     def _end_epoch_soon(self, epoch: int) -> None:
         # The leader ends the requests of an epoch that ended; if it does not, we do.
@@ -256,10 +278,12 @@ class LeaderSession:
             stop_string=message.get("stop_string"),
             completion_tokens=int(message.get("completion_tokens") or 0),
             discarded_tokens=int(message.get("discarded_tokens") or 0),
+            drafted_tokens=int(message.get("drafted_tokens") or 0),
+            accepted_tokens=int(message.get("accepted_tokens") or 0),
             message=message.get("message") or "",
         )
         request.on_end(int(message["index"]), end)
 
     def _on_load(self, message: dict[str, Any]) -> None:
-        keys = ("running", "waiting", "free", "held", "cached")
-        self.load = {key: int(message.get(key) or 0) for key in keys}
+        self.load = {key: int(message.get(key) or 0) for key in _LOAD}
+        self._listener.load(self)

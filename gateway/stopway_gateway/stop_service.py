@@ -13,7 +13,7 @@ from typing import Any
 
 from stopway_core import names
 from stopway_core.signing import StopError, verify
-from stopway_core.types import Outcome, Reason, Stop, StopStatus, Target, outcome_of
+from stopway_core.types import Outcome, Reason, Stop, StopStatus, Target, covers, outcome_of
 from stopway_gateway import stop_trace
 from stopway_gateway.auth import Principal
 from stopway_gateway.config import Settings
@@ -154,6 +154,9 @@ class StopService:
         """Stop delivering; whether that ended it, because no leader had it yet."""
         _list_stop(request, stop.stop_id)
         if request.dispatched:
+            # A selector may pass its leader before the request does; and what came from another
+            # gateway may be long resolved there.
+            request.leader_told |= record is not None and bool(stop.target.uids)
             request.cut_by(stop.reason)
             return False
         if record is not None:
@@ -253,7 +256,7 @@ class StopService:
         ended_here = [
             request
             for request in self._table.matching(stop.target, principal)
-            if self._cut(request, stop, None)
+            if covers(stop, request.created) and self._cut(request, stop, None)
         ]
         known = [
             request

@@ -42,6 +42,9 @@ class Plan:
     finish_reason: str = "stop"
     logprobs: bool = False
     end_on_stop: bool = True  # else a stop never gets an answer
+    drafted: int = 0  # tokens of each choice that were guessed ahead
+    accepted: int = 0
+    message: str | None = None
 
 
 class Job:
@@ -64,6 +67,10 @@ class Leader:
         self.secret = secret
         self.plan = Plan()
         self.epoch: int | None = 7
+        self.policy = "native"
+        self.mode = "running"
+        self.modes: list[str] = []  # as gateways sent them
+        self.answer_modes = True
         self.turn = 100
         self.url = ""
         self.jobs: dict[str, Job] = {}
@@ -163,8 +170,9 @@ class Leader:
                     "total_blocks": 100,
                     "block_size": 16,
                     "ranks": self.ranks,
-                    "policy": "native",
+                    "policy": self.policy,
                     "numerics": "fast",
+                    "mode": self.mode,
                 }
             )
         )
@@ -177,6 +185,8 @@ class Leader:
                     await self._submit(message)
                 elif message["type"] == "stop":
                     await self.take_stop(message["stop"], "session")
+                elif message["type"] == "mode":
+                    await self.take_mode(message["mode"])
         except (WebSocketDisconnect, RuntimeError):
             pass
         finally:
@@ -185,6 +195,22 @@ class Leader:
                 if job.ended is None:
                     self._finish(job, "client_disconnect", "stopped")
             await self._note()
+
+    async def take_mode(self, mode: str) -> None:
+        """An admin's word: ``abort`` ends what runs, any other lets it run."""
+        self.modes.append(mode)
+        await self._note()
+        if not self.answer_modes:
+            return
+        if mode == "abort":
+            for uid in self.running:
+                await self._end(self.jobs[uid], "admin", "stopped")
+        await self.say_mode(mode)
+
+    async def say_mode(self, mode: str) -> None:
+        """The mode that is in force, for every gateway."""
+        self.mode = mode
+        await self.send({"type": "mode", "mode": mode})
 
     async def _submit(self, message: dict[str, Any]) -> None:
         job = Job(message)
@@ -256,7 +282,9 @@ class Leader:
                     "completion_tokens": job.sent[index],
                     "cached_tokens": 0,
                     "discarded_tokens": 1 if outcome == "stopped" else 0,
-                    "message": None,
+                    "drafted_tokens": self.plan.drafted,
+                    "accepted_tokens": self.plan.accepted,
+                    "message": self.plan.message,
                 }
             )
         await self._load()

@@ -39,6 +39,21 @@ async def test_stream_of_two_choices_with_usage(stack: Stack) -> None:
         assert [c["finish_reason"] for c in mine if c["finish_reason"]] == ["stop"]
 
 
+async def test_usage_of_tokens_that_were_guessed_ahead(stack: Stack, leader: Leader) -> None:
+    """Of all choices; a request without any has no such figures."""
+    plain = (await stack.client.post("/v1/completions", json=completion())).json()["usage"]
+    assert "completion_tokens_details" not in plain
+    leader.plan = Plan(drafted=5, accepted=3)
+    fields = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = await stack.client.post("/v1/completions", json=completion(n=2, **fields))
+    whole = await stack.client.post("/v1/completions", json=completion(n=2))
+    for usage in (events_of(streamed.text)[-2]["usage"], whole.json()["usage"]):
+        assert usage["completion_tokens_details"] == {
+            "accepted_prediction_tokens": 6,
+            "rejected_prediction_tokens": 4,
+        }
+
+
 async def test_completion_with_logprobs(stack: Stack, leader: Leader) -> None:
     leader.plan = Plan(logprobs=True)
     for stream in (False, True):

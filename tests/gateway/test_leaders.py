@@ -146,6 +146,32 @@ async def test_load_is_one_series_per_group(stack: Stack, leader: Leader) -> Non
     assert 'stopway_kv_blocks{group="g0",state="held"} 8.0' in text
 
 
+async def test_draft_counters_go_on_over_epochs_and_sessions(stack: Stack, leader: Leader) -> None:
+    def counted() -> tuple[float, float]:
+        names = ("stopway_draft_tokens_total", "stopway_accepted_draft_tokens_total")
+        drafted, accepted = (stack.metric(name, group="g0") for name in names)
+        return drafted, accepted
+
+    async def load(drafted: int, accepted: int) -> None:
+        await leader.send({"type": "load", "drafted": drafted, "accepted": accepted})
+
+    await load(10, 6)
+    await stack.until(lambda: counted() == (10, 6))
+    await load(14, 7)
+    await stack.until(lambda: counted() == (14, 7))
+    # The leader's link breaks and comes back, and then the session: the same epoch goes on.
+    for epoch in (None, 7):
+        await leader.send({"type": "epoch", "epoch": epoch})
+        await load(0, 0)
+    await leader.break_sessions()
+    await leader.wait_for(lambda: leader._sockets)
+    await load(15, 8)
+    await stack.until(lambda: counted() == (15, 8))
+    await leader.send({"type": "epoch", "epoch": 8})
+    await load(2, 1)
+    await stack.until(lambda: counted() == (17, 9))
+
+
 async def test_least_busy_group_takes_the_next(make: Make, leader: Leader) -> None:
     second = Leader("g1")
     await second.start()

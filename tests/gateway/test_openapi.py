@@ -112,7 +112,7 @@ async def test_answers_are_as_documented(make: Make, leader: Leader) -> None:
     models = await held(answers.ModelList, "/v1/models")
     await held(answers.ModelAnswer, f"/v1/models/{models['data'][0]['id']}")
     await held(answers.ErrorAnswer, "/v1/models/none", 404)
-    leader.plan = Plan(logprobs=True)
+    leader.plan = Plan(logprobs=True, drafted=2, accepted=1)
     body = chat(logprobs=True, n=2)
     await held(answers.ChatAnswer, "/v1/chat/completions", json=body)
     leader.plan = Plan(chunks=None, pace_s=0.005)
@@ -126,6 +126,10 @@ async def test_answers_are_as_documented(make: Make, leader: Leader) -> None:
     await held(answers.StopAnswer, "/v1/stops", json={"all": True})
     await task
     await held(answers.RequestList, "/v1/requests")
+    await held(answers.GroupList, "/v1/groups")
+    await held(answers.ModeAnswer, "/v1/groups/pause", json={"mode": "keep"})
+    leader.answer_modes = False
+    await held(answers.ModeAnswer, "/v1/groups/resume", 202, json={"timeout": 0})
     await held(answers.LedgerAnswer, "/debug/ledger")
     await held(answers.TraceAnswer, f"/debug/trace?trace_id={stop['trace_id']}")
 

@@ -251,7 +251,7 @@ def entry(number: int, target: Target | None = None, **fields: Any) -> dict[str,
         reason=Reason.ADMIN,
         tenant="default",
         admin=True,
-        issued_at=time.time(),
+        issued_at=time.time() - fields.get("age_s", 0.0),
         publisher="other-gateway",
         sequence=number,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 import pytest
@@ -68,4 +69,4 @@ def test_good_settings() -> None:
     made = Settings(log_level="WARNING", redis_url="rediss://u:p@host:1/0", groups_dns="a.b:80")
     assert made.log_level == "warning"
     ids = {Settings().gateway_id for _ in range(2)}
-    assert len(ids) == 2 and all(one.isalnum() and one.islower() for one in ids)
+    assert len(ids) == 2 and all(re.fullmatch("[0-9a-f]{8}", one) for one in ids)

@@ -290,6 +290,43 @@ async def test_status_of_each_reason(
         assert last["choices"][0]["stop_reason"] == reason
 
 
+@pytest.mark.parametrize("reason", ["deadline_queue", "deadline_ttft", "deadline_total"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_deadline_of_the_service_ends_what_asked_for_none(
+    stack: Stack, leader: Leader, reason: str, stream: bool
+) -> None:
+    leader.plan = Plan(accept=False)
+    uid, task = await start(stack, completion(stream=stream))
+    await leader.wait_for(lambda: uid in leader.jobs)
+    assert set(leader.jobs[uid].message["deadlines"].values()) == {None}
+    await leader._end(leader.jobs[uid], reason, "stopped")
+    reply = await task
+    assert reply.status_code == (429 if reason == "deadline_queue" else 504)
+    assert reply.json()["error"]["code"] == reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_cuts_every_choice(make: Make, endless: Leader, stream: bool) -> None:
+    stack = await make([endless], cut_wait_s=0.2)
+    endless.answer_stops = False  # its choices go on, and none of that is delivered
+    uid, task = await start(stack, completion(stream=stream, n=3))
+    await endless.wait_for(lambda: uid in endless.jobs and min(endless.jobs[uid].sent) >= 3)
+    await stack.client.post(f"/v1/requests/{uid}/cancel")
+    at_most = max(endless.jobs[uid].sent) + 1
+    reply = await task
+    assert min(endless.jobs[uid].sent) > at_most
+    if stream:
+        chunks = [chunk["choices"][0] for chunk in events_of(reply.text)[:-1]]
+    else:
+        chunks = reply.json()["choices"]
+    ends = [c for c in chunks if c["finish_reason"] is not None]
+    assert sorted(c["index"] for c in ends) == [0, 1, 2]
+    assert {(c["finish_reason"], c["stop_reason"]) for c in ends} == {("abort", "client_cancel")}
+    for index in range(3):
+        text = "".join(c["text"] for c in chunks if c["index"] == index)
+        assert 3 <= text.count("t") <= at_most
+
+
 async def test_stops_are_signed_and_counted(stack: Stack, endless: Leader) -> None:
     uid, task = await start(stack, completion())
     await endless.wait_for(lambda: uid in endless.jobs)

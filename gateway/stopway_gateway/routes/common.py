@@ -38,11 +38,11 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorAnswer, "description": _REFUSALS[status]} for status in listed}
 
 
-def body_docs(model: type[BaseModel]) -> dict[str, Any]:
+def body_docs(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
     """The documentation of a body that the route reads itself; ``App.openapi`` has the schema."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     content = {"application/json": {"schema": schema}}
-    return {"requestBody": {"required": True, "content": content}}
+    return {"requestBody": {"required": required, "content": content}}
 
 
 class DocumentedRoute(APIRoute):
@@ -112,11 +112,13 @@ async def body_of(scope: Scope, watcher: Watcher, send: Send, settings: Settings
         return None
 
 
-async def json_of(request: HttpRequest, settings: Settings) -> dict[str, Any]:
-    """The JSON object in a small request's body. Raises a 4xx."""
+async def json_of(
+    request: HttpRequest, settings: Settings, *, required: bool = True
+) -> dict[str, Any]:
+    """The JSON object in a small request's body; empty, if that may be left out. Raises a 4xx."""
     declared = request.headers.get("content-length")
     watcher = Watcher(request.receive)
     body = await watcher.body(
         declared.encode() if declared else None, settings.body_bytes_max, settings.body_timeout_s
     )
-    return parse_json(body)
+    return parse_json(body) if body or required else {}

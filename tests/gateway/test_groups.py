@@ -1,0 +1,208 @@
+"""Groups that an admin pauses, drains and resumes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from stopway_core.events import Mode
+
+from .conftest import ACME, Make, Stack, completion
+from .leader import Leader, Plan
+
+
+async def groups_of(stack: Stack) -> dict[str, dict[str, Any]]:
+    """What ``GET /v1/groups`` says, by group."""
+    return {g["group"]: g for g in (await stack.client.get("/v1/groups")).json()["groups"]}
+
+
+@pytest.fixture
+async def second() -> Any:
+    """Another group."""
+    leader = Leader("g1")
+    await leader.start()
+    yield leader
+    await leader.stop()
+
+
+async def test_groups_are_for_admins(stack: Stack, leader: Leader) -> None:
+    for name in ("pause", "resume", "drain"):
+        reply = await stack.client.post(f"/v1/groups/{name}", json={"mode": "wait"}, headers=ACME)
+        assert reply.status_code == 403 and reply.json()["error"]["code"] == "forbidden"
+    assert (await stack.client.get("/v1/groups", headers=ACME)).status_code == 403
+    assert not leader.modes
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 400, "mode"),
+        ({"mode": "drain"}, 400, "mode"),
+        ({"mode": "wait", "groups": []}, 400, "groups"),
+        ({"mode": "wait", "groups": "g0"}, 400, "groups"),
+        ({"mode": "wait", "groups": ["g0", "gX"]}, 404, "groups"),
+        ({"mode": "wait", "timeout": 61}, 400, "timeout"),
+        ({"mode": "wait", "timeout": -1}, 400, "timeout"),
+    ],
+)
+async def test_bad_pauses_tell_nobody(
+    stack: Stack, leader: Leader, body: dict[str, Any], status: int, param: str
+) -> None:
+    reply = await stack.client.post("/v1/groups/pause", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (status, param)
+    assert not leader.modes
+
+
+async def test_no_group_is_a_503(make: Make) -> None:
+    stack = await make([])
+    assert (await stack.client.post("/v1/groups/resume")).status_code == 503
+    assert await groups_of(stack) == {}
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep", "abort"])
+async def test_pause_is_answered_when_the_leader_says_so(
+    stack: Stack, leader: Leader, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    leader.answer_modes = False
+    with caplog.at_level(logging.INFO, "stopway_gateway.audit"):
+        task = asyncio.create_task(stack.client.post("/v1/groups/pause", json={"mode": mode}))
+        await leader.wait_for(lambda: leader.modes == [mode])
+    assert not task.done()
+    assert (await groups_of(stack))["g0"]["mode"] == "running"
+    await leader.say_mode("keep" if mode == "wait" else "wait")  # of somebody else
+    await leader.say_mode(mode)
+    reply = await task
+    assert reply.status_code == 200, reply.text
+    assert (reply.json()["mode"], reply.json()["pending_on"]) == (mode, [])
+    assert [group["mode"] for group in reply.json()["groups"]] == [mode]
+    (line,) = (r.getMessage() for r in caplog.records if r.name == "stopway_gateway.audit")
+    assert "tenant default" in line and f"mode {mode} of groups g0" in line
+    leader.answer_modes = True
+    reply = await stack.client.post("/v1/groups/resume")
+    assert reply.status_code == 200 and leader.modes == [mode, "running"]
+
+
+async def test_the_wait_runs_out_with_who_is_missing(
+    make: Make, leader: Leader, second: Leader
+) -> None:
+    stack = await make([leader, second])
+    second.answer_modes = False
+    body = {"mode": "wait", "timeout": 0.05}
+    reply = await stack.client.post("/v1/groups/pause", json=body)
+    assert reply.status_code == 202
+    (missing,) = reply.json()["pending_on"]
+    assert missing.startswith("g1: ")
+    assert {g["group"]: g["mode"] for g in reply.json()["groups"]} == {
+        "g0": "wait",
+        "g1": "running",
+    }
+    # It goes on: the leader says so later.
+    await second.say_mode("wait")
+    await stack.until(lambda: all(s.mode is Mode.WAITING for s in stack.gateway.registry.ready()))
+
+
+async def test_a_group_that_connects_again_is_told_again(stack: Stack, leader: Leader) -> None:
+    leader.answer_modes = False
+    task = asyncio.create_task(stack.client.post("/v1/groups/drain", json={}))
+    await leader.wait_for(lambda: leader.modes == ["drain"])
+    await leader.break_sessions()
+    await leader.wait_for(lambda: leader.modes == ["drain", "drain"])
+    await leader.say_mode("drain")
+    assert (await task).status_code == 200
+
+
+async def test_a_mode_is_known_from_the_hello(make: Make, leader: Leader) -> None:
+    leader.mode = "keep"
+    stack = await make([leader])
+    await leader.send(
+        {"type": "load", "running": 3, "waiting": 2, "free": 90, "held": 8, "cached": 2}
+    )
+    await stack.until(lambda: stack.gateway.registry.sessions()[0].load.get("running") == 3)
+    assert (await groups_of(stack))["g0"] == {
+        "group": "g0",
+        "mode": "keep",
+        "epoch": 7,
+        "running": 3,
+        "waiting": 2,
+        "blocks": {"free": 90, "held": 8, "cached": 2},
+    }
+    assert (await stack.client.get("/readyz")).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["pause", "drain"])
+async def test_placement_avoids_a_group_that_does_not_serve(
+    make: Make, leader: Leader, second: Leader, name: str
+) -> None:
+    """Even for a conversation that it has the cache of."""
+    stack = await make([leader, second])
+    talk = completion(metadata={"conversation_id": "c1"})
+    await stack.client.post("/v1/completions", json=talk)
+    home, other = (leader, second) if leader.seen else (second, leader)
+    body = {"groups": [home.group], **({"mode": "wait"} if name == "pause" else {})}
+    assert (await stack.client.post(f"/v1/groups/{name}", json=body)).status_code == 200
+    assert other.modes == []
+    for _ in range(3):
+        assert (await stack.client.post("/v1/completions", json=talk)).status_code == 200
+    assert (len(home.seen), len(other.seen)) == (1, 3)
+
+
+async def test_requests_wait_at_a_paused_group_and_their_deadlines_run(
+    make: Make, leader: Leader
+) -> None:
+    stack = await make([leader], dispatch_wait_s=0.05)
+    await stack.client.post("/v1/groups/pause", json={"mode": "wait"})
+    leader.plan = Plan(tokens=False)
+    body = completion(deadlines={"queue": 5})
+    task = asyncio.create_task(stack.client.post("/v1/completions", json=body))
+    await leader.wait_for(lambda: leader.running)
+    (uid,) = leader.running
+    assert 0 < leader.jobs[uid].message["deadlines"]["queue"] <= 5
+    await leader._end(leader.jobs[uid], "deadline_queue", "stopped")
+    assert (await task).status_code == 429
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_drain_of_all_groups_refuses_until_they_resume(
+    stack: Stack, leader: Leader, stream: bool
+) -> None:
+    leader.plan = Plan(chunks=["a"] * 3, pace_s=0.05)
+    running = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))
+    await leader.wait_for(lambda: leader.running)
+    reply = await stack.client.post("/v1/groups/drain", json={"groups": ["g0"]})
+    assert reply.status_code == 200, reply.text
+    body = completion(stream=stream)
+    refused = await stack.client.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "drain")
+    assert refused.headers["retry-after"] == "1"
+    assert (await running).json()["choices"][0]["finish_reason"] == "stop"
+    assert (await stack.client.get("/readyz")).status_code == 200  # an admin must get in
+    await stack.client.post("/v1/groups/resume", json={})
+    assert (await stack.client.post("/v1/completions", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "reason"),
+    [(503, "drain", "drain"), (503, "not_ready", "rank_lost"), (429, "queue_full", "bad_input")],
+)
+async def test_a_leaders_refusal_says_when_to_come_again(
+    stack: Stack, leader: Leader, status: int, code: str, reason: str
+) -> None:
+    """As when it drains, and this gateway has not heard so yet."""
+    leader.plan = Plan(refuse={"status": status, "message": "no", "code": code, "param": None})
+    reply = await stack.client.post("/v1/completions", json=completion())
+    assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+    assert reply.headers["retry-after"] == "1"
+    shown = await stack.client.get(f"/v1/requests/{reply.headers['x-request-id']}")
+    assert shown.json()["reason"] == reason
+
+
+async def test_abort_ends_what_runs(stack: Stack, leader: Leader) -> None:
+    leader.plan = Plan(chunks=None, pace_s=0.005)
+    task = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))
+    await leader.wait_for(lambda: leader.running)
+    await stack.client.post("/v1/groups/pause", json={"mode": "abort"})
+    choice = (await task).json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "admin")

@@ -58,6 +58,9 @@ class Api:
     async def get(self, path: str) -> Any:
         return self._json(await self._send("GET", path))
 
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        return self._json(await self._send("POST", path, json=body))
+
     async def find(self, path: str) -> Any:
         """Like ``get``, but None when the server knows no such thing."""
         response = await self._send("GET", path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from stopway_cli.errors import CliError, Exit
+from stopway_cli.simulate import register as register_simulate
+from stopway_core.topology import DRAFT_TOKENS_MAX, GRAMMARS_MAX
 
 app = typer.Typer(
     help="Serve a language model and stop what runs on it, provably.",
@@ -19,10 +22,26 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no number of seconds")
+    return value
+
+
+def _deadline(until: str) -> Any:
+    """An option for one of the deadlines."""
+    return typer.Option(
+        min=0.0, callback=_finite, help=f"Seconds at most until {until} [no bound]."
+    )
+
+
 Url = Annotated[str, typer.Option(envvar="STOPWAY_URL", help="The gateway [local stack].")]
 Key = Annotated[str, typer.Option(envvar="STOPWAY_KEY", help="An API key of it.")]
 Numerics = Annotated[str, typer.Option(help="fast, or invariant: neighbours change no result.")]
-Policy = Annotated[str, typer.Option(help="How stops behave: native, or another engine's name.")]
+Policy = Annotated[str, typer.Option(help="How stops behave: native, or as another engine's do.")]
+Groups = Annotated[list[str] | None, typer.Option("--group", help="Only this; repeat [all].")]
+GroupsJson = Annotated[bool, typer.Option("--json", help="The answer as JSON.")]
 
 _SECRET_HELP = "[TENANT[:admin]=]KEY; repeat for more. A bare KEY is tenant default's admin."
 
@@ -62,6 +81,15 @@ def up(
     policy: Policy = "native",
     kv_blocks: Annotated[int, typer.Option(min=0, help="KV blocks per rank [choose].")] = 0,
     max_model_len: Annotated[int, typer.Option(min=0, help="Tokens [the model's].")] = 0,
+    deadline_queue: Annotated[float, _deadline("a request runs")] = 0.0,
+    deadline_first_token: Annotated[float, _deadline("its first token")] = 0.0,
+    deadline_total: Annotated[float, _deadline("its last token")] = 0.0,
+    draft_tokens: Annotated[
+        int, typer.Option(min=0, max=DRAFT_TOKENS_MAX, help="Guessed ahead by n-grams [off].")
+    ] = 0,
+    grammars: Annotated[
+        int, typer.Option(min=1, max=GRAMMARS_MAX, help="Compiled ones that are kept.")
+    ] = 32,
     threads: Annotated[int, typer.Option(min=0, help="Per rank [cores / ranks].")] = 0,
     ranks_per_pod: Annotated[int, typer.Option(min=0, help="Split a group [all in one].")] = 0,
     host: Annotated[str, typer.Option(help="Where the gateway listens.")] = "127.0.0.1",
@@ -70,11 +98,11 @@ def up(
     """Run the whole stack here: gateway, groups, and Redis; Ctrl-C ends all of it."""
     from stopway_cli import up as command
     from stopway_cli.stack import StackConfig
-    from stopway_core.names import POLICIES
+    from stopway_core.policies import POLICIES
     from stopway_core.topology import EngineSettings
 
     _one_of("--numerics", numerics, ("fast", "invariant"))
-    _one_of("--policy", policy, POLICIES)
+    _one_of("--policy", policy, tuple(POLICIES))
     settings = EngineSettings(
         model=model,
         model_name=model_name or _name_of(model),
@@ -85,6 +113,11 @@ def up(
         max_model_len=max_model_len,
         otlp_endpoint=otlp_endpoint,
         drain_s=5.0,
+        deadline_queue_s=deadline_queue,
+        deadline_first_token_s=deadline_first_token,
+        deadline_total_s=deadline_total,
+        draft_tokens=draft_tokens,
+        grammars=grammars,
     )
     config = StackConfig(
         tensor=tensor,
@@ -133,6 +166,57 @@ def cancel(
 
     async def work() -> Exit:
         return await command.run(request_id, find_server(url, key), wanted, timeout, json)
+
+    finish(work())
+
+
+@app.command()
+def groups(json: GroupsJson = False, url: Url = "", key: Key = "") -> None:
+    """What each group does with its requests: mode, epoch, requests and blocks. For admins."""
+    from stopway_cli import groups as command
+    from stopway_cli.client import find_server
+
+    async def work() -> Exit:
+        return await command.show(find_server(url, key), json)
+
+    finish(work())
+
+
+@app.command()
+def pause(
+    mode: Annotated[
+        str, typer.Option(help="What runs: wait for its end, keep it as it is, abort it.")
+    ],
+    group: Groups = None,
+    json: GroupsJson = False,
+    url: Url = "",
+    key: Key = "",
+) -> None:
+    """Let groups start nothing until they are resumed; exit 0 once all of them do. For admins."""
+    _one_of("--mode", mode, ("wait", "keep", "abort"))
+    _change("pause", {"mode": mode}, group, json, url, key)
+
+
+@app.command()
+def resume(group: Groups = None, json: GroupsJson = False, url: Url = "", key: Key = "") -> None:
+    """Let paused groups go on. For admins."""
+    _change("resume", {}, group, json, url, key)
+
+
+@app.command()
+def drain(group: Groups = None, json: GroupsJson = False, url: Url = "", key: Key = "") -> None:
+    """Let groups end what they have and take nothing new. For admins."""
+    _change("drain", {}, group, json, url, key)
+
+
+def _change(
+    what: str, body: dict[str, Any], group: list[str] | None, json: bool, url: str, key: str
+) -> None:
+    from stopway_cli import groups as command
+    from stopway_cli.client import find_server
+
+    async def work() -> Exit:
+        return await command.change(find_server(url, key), what, body, tuple(group or ()), json)
 
     finish(work())
 
@@ -196,6 +280,9 @@ def bench(
         tuple(urls or ()), tuple(key or ()), model, local, tensor, pipeline, turns, quick, json
     )
     finish(command.run(plan))
+
+
+register_simulate(app, finish)
 
 
 def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:

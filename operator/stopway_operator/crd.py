@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from stopway_core.names import POLICIES
+from stopway_core.policies import POLICIES
+from stopway_core.topology import DRAFT_TOKENS_MAX, GRAMMARS_MAX
 from stopway_operator.structural import Schema, structural
 
 GROUP = "serving.stopway.dev"
@@ -50,6 +51,7 @@ _Raw = Annotated[
     Field(json_schema_extra={"type": "object", "x-kubernetes-preserve-unknown-fields": True}),
 ]
 _Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")]
+_Seconds = Annotated[float, Field(gt=0, le=DURATION_MAX, allow_inf_nan=False)]
 
 
 class SecretKey(_Part):
@@ -189,6 +191,12 @@ class Engine(_Part):
     )
     max_batch_tokens: int = Field(0, description="Tokens in one step.", ge=0, le=1_000_000)
     max_running: int = Field(256, description="Sequences that run at once.", ge=1, le=65_536)
+    grammars: int = Field(
+        32,
+        description="Slots for compiled grammars (structured output); equal grammars share one.",
+        ge=1,
+        le=GRAMMARS_MAX,
+    )
     peer_loss_seconds: int = Field(
         10, description="A silent rank is lost after this.", ge=1, le=600
     )
@@ -208,11 +216,26 @@ class Engine(_Part):
     shared_memory: _Quantity = Field("1Gi", description="Size of the memory-backed /dev/shm.")
 
 
+class Deadlines(_Part):
+    """Bounds on every request, in seconds after its arrival at a group."""
+
+    queue_seconds: _Seconds | None = Field(
+        None, description="Until it runs: one that waits for longer ends, without a token."
+    )
+    first_token_seconds: _Seconds | None = Field(
+        None, description="Until its first token, the wait in the queue included."
+    )
+    total_seconds: _Seconds | None = Field(None, description="Until its last token.")
+
+
 class StopSettings(_Part):
     """How requests stop."""
 
-    policy: Literal[POLICIES] = Field(  # type: ignore[valid-type]
-        "native", description="The stop policy; the other names emulate other engines."
+    policy: Literal[tuple(POLICIES)] = Field(  # type: ignore[valid-type]
+        "native",
+        description="How stops and preemptions behave. `native` is Stopway's own way. The others "
+        "emulate the ways to stop of the engines with these names, on the same model and kernels, "
+        "so that they can be compared.",
     )
     drain_seconds: int = Field(
         30,
@@ -220,6 +243,26 @@ class StopSettings(_Part):
         "reason `drain`. The pods' grace period is longer.",
         ge=0,
         le=3600,
+    )
+    deadlines: Deadlines = Field(
+        default_factory=Deadlines,
+        description="Bounds on every request, in seconds after its arrival at a group; unset is "
+        "none. One that misses a bound is stopped, and the reason names the bound. A request's own "
+        "deadlines can only be tighter.",
+    )
+
+
+class Speculation(_Part):
+    """Speculative decoding without a draft model: n-grams, also known as prompt lookup."""
+
+    draft_tokens: int = Field(
+        0,
+        description="At most so many tokens are guessed ahead for a decoding request, and verified "
+        "in one step; 0 is off. The guess is what followed the last time that its latest tokens "
+        "stood in its prompt or output. Text that repeats itself (code, quotes, extraction) comes "
+        "faster; wrong guesses cost compute, and every token is still the model's own.",
+        ge=0,
+        le=DRAFT_TOKENS_MAX,
     )
 
 
@@ -329,6 +372,7 @@ class InferenceServiceSpec(_Part):
     )
     engine: Engine = Field(default_factory=Engine)
     stop: StopSettings = Field(default_factory=StopSettings)
+    speculation: Speculation = Field(default_factory=Speculation)
     redis: Redis = Field(default_factory=Redis)
     gateway: Gateway = Field(default_factory=Gateway)
     tracing: Tracing = Field(default_factory=Tracing)

@@ -79,5 +79,6 @@ def _kind(schema: dict[str, Any]) -> str:
         return "map of string"
     bounds = [schema.get("minimum"), schema.get("maximum")]
     if bounds[0] is not None and bounds[1] is not None:
-        return f"{kind}, {bounds[0]} to {bounds[1]}"
+        above = "above " if schema.get("exclusiveMinimum") else ""
+        return f"{kind}, {above}{bounds[0]} to {bounds[1]}"
     return kind

@@ -2,8 +2,8 @@
 
 Kubernetes allows no references, no titles, no numeric ``exclusiveMinimum``, and fills in the
 defaults of an absent object only where that object itself has a default. So references are
-inlined, unions with ``null`` become plain optional fields, and nested models that have all their
-defaults get the default ``{}``.
+inlined, unions with ``null`` become plain optional fields, an exclusive minimum is a minimum with
+a flag, and nested models that have all their defaults get the default ``{}``.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def _convert(node: Schema, defs: Schema) -> Schema:
     out |= {key: value for key, value in node.items() if key.startswith("x-kubernetes-")}
     if out.get("default", ...) in (None, ""):
         del out["default"]  # the models fill it in, and objects stay readable
+    if "exclusiveMinimum" in node:
+        out |= {"minimum": node["exclusiveMinimum"], "exclusiveMinimum": True}
     if "x-kubernetes-int-or-string" in out:
         out.pop("type", None)
         return out

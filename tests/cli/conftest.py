@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +117,9 @@ class FakeGateway:
     ended: dict[str, str] = field(default_factory=dict)  # uid -> stop id
     held: int = 0
     refuse_extras: bool = False
+    modes: dict[str, str] = field(default_factory=lambda: {"g0": "running", "g1": "running"})
+    changes: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # as they came
+    silent: tuple[str, ...] = ()  # groups whose leader does not answer
     speaks_metrics: bool = True
 
     # --- the parts of the API ----------------------------------------------------------
@@ -191,6 +194,27 @@ class FakeGateway:
         book = {"epoch": 7, "blocks": {"total": 100}, "holders": holders | cached}
         return JSONResponse({"groups": [{"group": "g0", **book}]})
 
+    async def groups(self, request: Request) -> Response:
+        return JSONResponse(self._groups(self.modes))
+
+    async def change_groups(self, request: Request) -> Response:
+        what, body = request.path_params["what"], await request.json()
+        self.changes.append((what, body))
+        named = body.get("groups", list(self.modes))
+        for group in named:
+            if group not in self.modes:
+                return self.error(404, f"no group {group}")
+            if group not in self.silent:
+                self.modes[group] = {"resume": "running"}.get(what, body.get("mode", what))
+        return JSONResponse(self._groups(named), 202 if self.silent else 200)
+
+    def _groups(self, names: Iterable[str]) -> dict[str, Any]:
+        blocks = {"free": 90, "held": 0, "cached": 10}
+        rest = {"epoch": 7, "running": 1, "waiting": 2, "blocks": blocks}
+        answering = [name for name in names if name not in self.silent]
+        groups = [{"group": name, "mode": self.modes[name], **rest} for name in answering]
+        return {"groups": groups, "pending_on": list(self.silent)}
+
     @staticmethod
     def error(status: int, message: str) -> JSONResponse:
         return JSONResponse({"error": {"message": message}}, status_code=status)
@@ -257,6 +281,8 @@ class FakeGateway:
                 Route("/v1/models", self.models),
                 Route("/metrics", self.metrics),
                 Route("/debug/ledger", self.ledger),
+                Route("/v1/groups", self.groups),
+                Route("/v1/groups/{what}", self.change_groups, methods=["POST"]),
             ]
         )
 

@@ -91,6 +91,13 @@ def test_too_few_blocks_names_both_numbers() -> None:
         ("up", "--port", "70000"),
         ("up", "--numerics", "sloppy"),
         ("up", "--policy", "nobody"),
+        ("up", "--deadline-queue", "-1"),
+        ("up", "--deadline-first-token", "nan"),
+        ("up", "--deadline-total", "inf"),
+        ("up", "--draft-tokens", "9"),
+        ("up", "--grammars", "0"),
+        ("pause",),
+        ("pause", "--mode", "softly"),
         ("cancel",),
         ("cancel", "x", "--until", "tomorrow"),
         ("nonsense",),
@@ -100,7 +107,9 @@ def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...]) -> None:
     assert run(*arguments)[0] == Exit.USAGE
 
 
-@pytest.mark.parametrize("command", ["cancel x", "top --once", "trace x", "bench"])
+@pytest.mark.parametrize(
+    "command", ["cancel x", "top --once", "trace x", "groups", "resume", "bench"]
+)
 def test_no_server_there(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     code, line = run(*command.split())

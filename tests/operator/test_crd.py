@@ -42,10 +42,11 @@ def nodes(schema: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, A
 
 
 def test_the_schema_is_structural_and_described() -> None:
-    forbidden = {"$ref", "anyOf", "oneOf", "allOf", "title", "nullable", "exclusiveMinimum"}
+    forbidden = {"$ref", "anyOf", "oneOf", "allOf", "title", "nullable"}
     for path, node in nodes(SCHEMA):
         assert not forbidden & set(node), path
         assert "type" in node, path
+        assert node.get("exclusiveMinimum", True) is True, path
         if path.startswith((".spec", ".status")) and not path.endswith("[]"):
             assert node.get("description"), path
         if node["type"] == "object" and path not in ("", ".metadata"):

@@ -17,6 +17,7 @@ from stopway_cli import render
 from stopway_cli.bench import figures, server
 from stopway_cli.errors import CliError, Exit
 from stopway_core.topology import EngineSettings
+from stopway_sim.fleet import Figure
 
 Figures = dict[str, Any]
 Case = Callable[[server.Subject], Awaitable[Figures]]
@@ -117,12 +118,28 @@ async def run(plan: Plan) -> Exit:
         for subject in subjects:
             await server.examine(subject)
         found = await measure(subjects, plan.quick)
-    document = to_json(subjects, found, turns)
+        beside = await _simulated(subjects[0], plan) if plan.local else None
+    document = to_json(subjects, found, turns, beside)
     if plan.as_json:
         print(json.dumps(document))
     else:
         print_servers(document)
+        if beside is not None:
+            print_beside(beside)
     return Exit.OK
+
+
+async def _simulated(subject: server.Subject, plan: Plan) -> dict[str, list[Figure]] | None:
+    """The local stack beside its simulation."""
+    from stopway_cli.bench import calibration
+
+    say("the simulation, calibrated with this stack's steps")
+    seed = int(time.time()) % 100_000 * 1000 + 40_000
+    try:
+        return await calibration.measure(subject, seed, plan.tensor, plan.pipeline)
+    except CliError as error:
+        say(f"  left out: {error.message}")
+        return None
 
 
 async def _local(plan: Plan, opened: AsyncExitStack) -> server.Subject:
@@ -138,8 +155,14 @@ async def _local(plan: Plan, opened: AsyncExitStack) -> server.Subject:
     return server.Subject(stack.url, stack.key)
 
 
-def to_json(subjects: list[server.Subject], found: list[Figures], turns: Figures | None) -> Figures:
+def to_json(
+    subjects: list[server.Subject],
+    found: list[Figures],
+    turns: Figures | None,
+    beside: dict[str, list[Figure]] | None = None,
+) -> Figures:
     """The one document of ``--json``."""
+    simulated = {name: [f.to_json() for f in row] for name, row in (beside or {}).items()}
     ratios = figures.ratios(found)
     servers = [
         {
@@ -151,7 +174,7 @@ def to_json(subjects: list[server.Subject], found: list[Figures], turns: Figures
         }
         for subject, own, relative in zip(subjects, found, ratios, strict=True)
     ]
-    return {"turns": turns, "servers": servers}
+    return {"turns": turns, "servers": servers, "simulated": simulated or None}
 
 
 def print_turns(turns: Figures) -> None:
@@ -169,6 +192,21 @@ def print_turns(turns: Figures) -> None:
             row = turns[name][where]
             values = (f"{row[key]:.3f} ms" for key in ("p50", "p99", "max"))
             table.add_row(name.replace("_", " "), where.removesuffix("_ms"), *values)
+    render.console().print(table)
+
+
+def print_beside(beside: dict[str, list[Figure]]) -> None:
+    """The simulation's figures beside the engine's, with the error."""
+    table = Table(box=None, padding=(0, 2))
+    for title in ("workload", "figure"):
+        table.add_column(title, no_wrap=True)
+    for title in ("measured", "simulated", "error"):
+        table.add_column(title, justify="right")
+    for workload, found in beside.items():
+        for figure in found:
+            error = "-" if figure.error is None else f"{figure.error:+.0%}"
+            values = (f"{figure.measured:,.1f}", f"{figure.simulated:,.1f}", error)
+            table.add_row(workload, figure.name.replace("_", " "), *values)
     render.console().print(table)
 
 

@@ -36,6 +36,7 @@ class Stream:
     """What one streamed answer was like."""
 
     tokens: int = 0
+    prompt_tokens: int = 0
     first_token_s: float | None = None
 
 
@@ -81,6 +82,7 @@ def count(stream: Stream, chunk: dict[str, Any], now_s: float) -> None:
             stream.first_token_s = now_s
     usage = chunk.get("usage") or {}
     stream.tokens = max(stream.tokens, int(usage.get("completion_tokens") or 0))
+    stream.prompt_tokens = int(usage.get("prompt_tokens") or stream.prompt_tokens)
 
 
 async def ask(http: httpx.AsyncClient, subject: Subject, prompt: str, tokens: int) -> Stream:
@@ -95,6 +97,11 @@ async def ask(http: httpx.AsyncClient, subject: Subject, prompt: str, tokens: in
         async for chunk in client.chunks(response):
             count(stream, chunk, time.perf_counter() - begun)
     return stream
+
+
+def story(subject: Subject, number: int, tokens: int) -> dict[str, Any]:
+    """The body of a request for a long answer; no two numbers share more than its template."""
+    return body(subject, _STORY.format(number), tokens)
 
 
 async def running(http: httpx.AsyncClient, kind: str) -> float | None:
@@ -142,12 +149,23 @@ async def _kind(http: httpx.AsyncClient) -> str:
 
 async def throughput(subject: Subject, streams: int, tokens: int, seed: int) -> dict[str, float]:
     """Tokens per second of ``streams`` at once, and the median time to the first token."""
+    return rates(*await answers_of(subject, streams, tokens, seed))
+
+
+async def answers_of(
+    subject: Subject, streams: int, tokens: int, seed: int
+) -> tuple[list[Stream], float]:
+    """``streams`` answers at once, and the seconds that they took together."""
     async with subject.http() as http:
         begun = time.perf_counter()
         answers = await asyncio.gather(
             *(ask(http, subject, _STORY.format(seed + i), tokens) for i in range(streams))
         )
-        took = time.perf_counter() - begun
+        return answers, time.perf_counter() - begun
+
+
+def rates(answers: list[Stream], took: float) -> dict[str, float]:
+    """The figures of ``answers``."""
     firsts = [a.first_token_s for a in answers if a.first_token_s is not None]
     figures = {"tokens_per_s": round(sum(a.tokens for a in answers) / took, 1)}
     if firsts:
@@ -180,11 +198,9 @@ async def disconnect(subject: Subject, repeats: int, seed: int) -> dict[str, Any
             async with subject.http() as http, AsyncExitStack() as opened:
                 streams = []  # kept: a dropped generator would be closed behind our back
                 for i in range(DECODING):
-                    prompt = _STORY.format(seed + repeat * DECODING + i)
+                    wanted = story(subject, seed + repeat * DECODING + i, 1500)
                     response = await opened.enter_async_context(
-                        http.stream(
-                            "POST", "/v1/chat/completions", json=body(subject, prompt, 1500)
-                        )
+                        http.stream("POST", "/v1/chat/completions", json=wanted)
                     )
                     streams.append(client.chunks(response))
                     await anext(streams[-1])
@@ -251,8 +267,7 @@ async def cancel(subject: Subject, repeats: int, seed: int) -> dict[str, Any]:
     found = []
     async with client.Api(client.Server(subject.url, subject.key)) as api:
         for repeat in range(repeats):
-            chat = body(subject, _STORY.format(seed + repeat), 1500)
-            async with api.chat(chat) as chunks:
+            async with api.chat(story(subject, seed + repeat, 1500)) as chunks:
                 first = await anext(chunks)
                 begun = time.perf_counter()
                 await api.cancel(str(first["id"]), "reclaimed")

@@ -104,7 +104,7 @@ class World:
 
     def _complete(self, planned: Planned) -> None:
         if planned.work is not None:
-            sampled = sum(row.sample for row in planned.work.rows)
+            sampled = sum(row.samples for row in planned.work.rows)
             tokens = [(self.now_int + i) % 49_000 for i in range(sampled)]
             self._result = [Completed(StepResult(planned.work.step, tokens))]
 

@@ -72,6 +72,7 @@ class Context:
         from stopway_operator.render.model import model_path
 
         spec = self.spec
+        deadlines = spec.stop.deadlines
         return topology.EngineSettings(
             model=model_path(spec.model.uri),
             model_name=self.model_name,
@@ -87,6 +88,11 @@ class Context:
             step_timeout_s=float(spec.engine.step_timeout_seconds),
             submit_age_s=float(spec.engine.submit_age_seconds),
             drain_s=float(spec.stop.drain_seconds),
+            deadline_queue_s=deadlines.queue_seconds or 0.0,
+            deadline_first_token_s=deadlines.first_token_seconds or 0.0,
+            deadline_total_s=deadlines.total_seconds or 0.0,
+            draft_tokens=spec.speculation.draft_tokens,
+            grammars=spec.engine.grammars,
             otlp_endpoint=spec.tracing.otlp_endpoint,
         )
 

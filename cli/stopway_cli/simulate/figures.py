@@ -1,0 +1,69 @@
+"""The figures that are shown: where each stands in a report, and how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One row: ``scale`` turns the report's unit into the title's; ``best`` is low, high or ''."""
+
+    title: str
+    path: tuple[str, ...]
+    scale: float = 1.0
+    digits: int = 0
+    best: str = "low"
+
+    def value(self, report: Mapping[str, Any]) -> float | None:
+        """The number in the title's unit, ``None`` where there was nothing to measure."""
+        found: Any = report
+        for key in self.path:
+            found = found.get(key) if key in found else 0
+        return None if found is None else float(found) * self.scale
+
+    def text(self, report: Mapping[str, Any]) -> str:
+        """The number as it is printed."""
+        value = self.value(report)
+        return "-" if value is None else f"{value:,.{self.digits}f}"
+
+
+def _spread(title: str, *path: str) -> list[Shown]:
+    return [Shown(f"{title} {p} ms", (*path, p), 1000, 1) for p in ("p50", "p90", "p99")]
+
+
+SHOWN = [
+    *_spread("stop known to leader", "cancel_s", "notify"),
+    *_spread("stop effective", "cancel_s", "effective"),
+    *_spread("blocks reusable", "cancel_s", "reclaimed"),
+    Shown("stops that came too late", ("stops", "too_late")),
+    Shown("stops of what had finished", ("stops", "already_finished")),
+    Shown("tokens thrown away", ("tokens", "thrown_away")),
+    Shown("prefill thrown away", ("tokens", "prefill_thrown_away")),
+    Shown("block-seconds after a stop", ("block_seconds_after_stop",), digits=1),
+    Shown("hazards", ("hazards",)),
+    Shown("preemptions", ("preemptions",)),
+    Shown("recomputed tokens", ("tokens", "recomputed")),
+    Shown("cache hits, tokens", ("tokens", "cache_hits"), best="high"),
+    Shown("of them after a stop", ("tokens", "cache_hits_after_stop"), best="high"),
+    Shown("first token p50 ms", ("latency_s", "first_token", "p50"), 1000, 1),
+    Shown("first token p99 ms", ("latency_s", "first_token", "p99"), 1000, 1),
+    Shown("goodput tokens/s", ("tokens", "goodput_per_s"), best="high"),
+    Shown("throughput tokens/s", ("tokens", "throughput_per_s"), best="high"),
+    Shown("finished", ("outcomes", "finished"), best=""),
+    Shown("stopped", ("outcomes", "stopped"), best=""),
+    Shown("failed", ("outcomes", "failed"), best=""),
+    Shown("refused", ("outcomes", "refused"), best=""),
+]
+
+
+def best_of(shown: Shown, reports: list[dict[str, Any]]) -> set[int]:
+    """Which reports are best in a figure; none when all are alike."""
+    values = [shown.value(report) for report in reports]
+    there = [value for value in values if value is not None]
+    if not shown.best or len(set(there)) < 2:
+        return set()
+    best = min(there) if shown.best == "low" else max(there)
+    return {index for index, value in enumerate(values) if value == best}

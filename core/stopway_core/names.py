@@ -75,5 +75,3 @@ SPAN_NOTICE = "stop.notice"
 SPAN_IN_FLIGHT = "stop.in_flight"
 SPAN_RECLAIM = "stop.reclaim"
 SPAN_HANDOFF = "stop.handoff"
-
-POLICIES = ("native", "vllm", "sglang", "llamacpp", "tensorrt-llm", "deepinfer")

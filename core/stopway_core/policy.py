@@ -96,4 +96,5 @@ class Policy:
     requeue: Requeue = Requeue.FRONT
     reserve: Reserve = Reserve.BLOCK_EACH
     evicts_on_preempt: int = 0  # steps for which those left find blocks: so much cache goes
+    leaves_steps: bool = False  # rows of an ended request leave the step that runs
     ends_constrained: bool = False  # a preempted request with a grammar ends

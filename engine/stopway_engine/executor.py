@@ -51,6 +51,7 @@ class Executor:
         block_size: int = BLOCK_SIZE,
         collective: Collective,
         overlap: bool = False,
+        leaves: bool = True,
         grammars: GrammarTable | None = None,
         spec: ModelSpec | None = None,
     ) -> None:
@@ -58,7 +59,8 @@ class Executor:
 
         ``threads`` is of this process (see ``numerics.threads_for``); ``num_blocks`` is the
         group's agreed number of KV blocks. With ``overlap`` (on all ranks alike, and of a single
-        stage) rows may have a source. ``grammars`` are wanted on the rank that samples.
+        stage) rows may have a source; with ``leaves`` (likewise) those of ended requests leave the
+        step that runs. ``grammars`` are wanted on the rank that samples.
         """
         assert threads > 0
         assert not overlap or shard.pp == 1, "only a single stage has the token that it sampled"
@@ -68,7 +70,7 @@ class Executor:
         self.shard = shard
         self._device = torch.device(device)
         self._collective = collective
-        self._model = Model(path, self.spec, shard, numerics, self._device)
+        self._model = Model(path, self.spec, shard, numerics, self._device, leaves=leaves)
         self._kv = KvCache(
             self.spec, shard, num_blocks, block_size, self._model.dtype, self._device
         )

@@ -76,7 +76,9 @@ class Stayed:
 class Watch:
     """Looks, between layers, for rows whose request has ended."""
 
-    def __init__(self, tp: int, device: torch.device) -> None:
+    def __init__(self, tp: int, device: torch.device, *, leaves: bool = True) -> None:
+        """``leaves`` False: nobody looks, and every row stays to the end of its step."""
+        self._leaves = leaves
         self._alone = tp == 1
         # Alone there is nothing to read back, but on CUDA the layers were queued long before they
         # run: there it is the step's first layers that see a stop.
@@ -87,6 +89,8 @@ class Watch:
 
         ``bits`` are those of the layer before, summed.
         """
+        if not self._leaves:
+            return set()
         if self._alone:
             dead = {i for i, row in enumerate(rows) if not row.pulse.beats}
         elif bits is not None:
@@ -102,7 +106,12 @@ class Watch:
         ``None`` where it says nothing; this depends on what is the same on all of them. Rows
         beyond ``width`` cannot be named, and stay.
         """
-        if self._alone or batch.n < SHARED_ROWS_MIN or (layer + 1) % self._every:
+        if (
+            not self._leaves
+            or self._alone
+            or batch.n < SHARED_ROWS_MIN
+            or (layer + 1) % self._every
+        ):
             return None
         dead = [i for i, row in enumerate(rows[:width]) if not row.pulse.beats]
         bits = torch.zeros((1, width), dtype=torch.float32)

@@ -37,8 +37,11 @@ class Model:
         shard: ShardSpec,
         numerics: Numerics,
         device: torch.device,
+        *,
+        leaves: bool = True,
     ) -> None:
         self.spec, self.shard, self.device = spec, shard, device
+        self._leaves = leaves
         self.invariant = numerics is Numerics.INVARIANT
         self.dtype = compute_dtype(device, invariant=self.invariant)
         weights = load_shard(path, spec, shard)
@@ -81,7 +84,7 @@ class Model:
         layers; when all have left nothing more is computed.
         """
         stayed = Stayed(list(rows), batch, hidden, list(range(len(rows))))
-        watch = Watch(self.shard.tp, self.device)
+        watch = Watch(self.shard.tp, self.device, leaves=self._leaves)
         step = self._context(batch, kv, collective)
         for i, layer in enumerate(self._layers):
             gone = watch.gone(stayed.rows, stayed.batch, step.bits)

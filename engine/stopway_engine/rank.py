@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from stopway_core.policies import POLICIES
 from stopway_core.wire import FrameKind, encode
 from stopway_engine.config import (
     EXIT_CONFIG,
@@ -179,6 +180,7 @@ def _build(
         spec=spec,
         grammars=grammars,
         overlap=config.pipeline == 1,
+        leaves=POLICIES[config.policy].leaves_steps,
     )
     executor.warmup()
     ControlLoop.log(

@@ -15,9 +15,10 @@ from typer.testing import CliRunner, Result
 
 from stopway_cli.errors import Exit
 from stopway_cli.main import finish
-from stopway_cli.simulate import charts, page, register
+from stopway_cli.simulate import charts, document, page, register
 from stopway_cli.simulate.figures import SHOWN, best_of
-from stopway_core.names import POLICIES
+from stopway_core.policies import POLICIES
+from stopway_sim.fleet import SCENARIOS
 
 LITTLE = ["--groups", "2", "--requests", "40", "--processes", "1", "--json"]
 REPORT: dict[str, Any] = {
@@ -94,7 +95,7 @@ def test_every_option_of_sim_reaches_the_simulation() -> None:
             *("--prefixes", "1", "--prefix-tokens", "64", "--follow-ups", "0.5"),
             *("--cancel", "0.3", "--cancel-after-tokens", "5", "--disconnects", "0"),
             *("--storm", "0.5:0.5", "--deadline-total", "30", "--lose-rank", "0.3:1:0.5"),
-            *("--redis-down", "0:0.2", "--host-loads", "10:4:0.01", "--layer-stops"),
+            *("--redis-down", "0:0.2", "--host-loads", "10:4:0.01"),
             *("--cost-field", "blocks=2048", "--cost-field", "max_model_len=1024"),
         )
     )
@@ -235,3 +236,16 @@ def test_the_best_of_a_figure_is_marked_unless_all_are_alike() -> None:
     assert best_of(high, runs) == {1}
     assert best_of(high, [runs[0], runs[2]]) == set()
     assert low.text(runs[2]) == "-"
+
+
+def test_the_document_has_every_scenario_and_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its figures are of one seed, but of this machine's mathematics: their shape is compared."""
+    committed = document.DOCUMENT.read_text(encoding="utf-8")
+    monkeypatch.setattr(document, "REQUESTS", 24)
+    again = document.renewed(committed)
+
+    def shape(text: str) -> list[str]:
+        return [line for line in text.splitlines() if line.startswith(("#", "| |"))]
+
+    assert shape(again) == shape(committed)
+    assert shape(committed).count(f"| | {' | '.join(POLICIES)} |") == len(SCENARIOS)

@@ -142,3 +142,15 @@ def test_the_next_stage_gets_a_residual_of_the_whole_shape():
     assert spread.shape == hidden.shape and int((spread != 0).any(1).sum()) == count
     stayed.drop({0}, lambda left: batch_of(left))
     assert not stayed.spread(whole).any()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_where_rows_do_not_leave_nobody_looks(tp: int) -> None:
+    rows = [row_of(0, 0, SHARED_ROWS_MIN)]
+    batch = batch_of(rows)
+    end(*rows)
+    for leaves in (True, False):
+        watch = Watch(tp, CPU, leaves=leaves)
+        bits = watch.bits(0, rows, batch, 64)
+        assert (bits is not None) == (leaves and tp > 1)
+        assert watch.gone(rows, batch, bits) == ({0} if leaves else set())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stopway_core.policies import POLICIES
+from stopway_core.policies import NATIVE, POLICIES
 from stopway_core.types import Deadlines
 from stopway_sim.fleet import CostModel, FleetConfig, RankLost, Report, Spec, Storm, Workload
 from stopway_sim.fleet.run import simulate
@@ -129,9 +129,10 @@ def test_rows_of_a_stopped_prefill_leave_between_layers() -> None:
     # 200 tokens: 30 ms from 1 to 31. The stop is there at 10 ms, in layer 9 of 32: the rows are
     # gone after layer 11, and 21 layers of the 20 ms that they cost are saved.
     spec = Spec(0, 0.0, own=200, output=10, cancel_after_s=0.008)
-    whole = run(spec)
+    staying = replace(NATIVE, leaves_steps=False)
+    whole = run(spec, fleet=FleetConfig(groups=1, cost=COST, policy=staying))
     assert series(whole, "reclaimed") == [0.023]
-    early = run(spec, fleet=FleetConfig(groups=1, cost=COST, layer_stops=True))
+    early = run(spec)
     assert series(early, "effective") == [0.002]
     assert series(early, "reclaimed") == [0.023 - 0.020 * 21 / 32]
 

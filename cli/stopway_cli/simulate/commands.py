@@ -31,9 +31,6 @@ def register(app: typer.Typer, finish: Finish) -> None:
             list[str] | None,
             typer.Option(help="NAME=VALUE of the cost model (tensor=2, blocks=1024); repeat."),
         ] = None,
-        layer_stops: Annotated[
-            bool, typer.Option("--layer-stops", help="Rows leave between layers.")
-        ] = False,
         requests: Annotated[int | None, typer.Option(help="How many [1000].")] = None,
         rate: Annotated[
             float | None, typer.Option(help="Poisson arrivals a second, of all [20].")
@@ -105,7 +102,6 @@ def register(app: typer.Typer, finish: Finish) -> None:
             split=split,
             cost=cost,
             cost_fields=tuple(cost_field or ()),
-            layer_stops=layer_stops,
             requests=requests,
             rate=rate,
             clients=clients,

@@ -36,7 +36,6 @@ class Options:
     split: bool = False
     cost: Path | None = None
     cost_fields: tuple[str, ...] = ()
-    layer_stops: bool = False
     requests: int | None = None
     rate: float | None = None
     clients: int | None = None
@@ -115,8 +114,6 @@ def _fleet(options: Options, base: FleetConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"cost": cost}
     if options.split:
         found["split"] = True
-    if options.layer_stops:
-        found["layer_stops"] = True
     if options.check:
         found["checked"] = options.check
     if options.host_loads:

@@ -4,6 +4,7 @@
   it goes before all else that has come. From vLLM: the terminal event does not wait for blocks.
 - Tokens in flight at a stop are discarded and counted; those in flight at a preemption are
   delivered (vLLM), since they need not be computed again.
+- Rows of a request that has ended leave the step that runs, between two layers (nobody's).
 - Blocks are fenced where use is not ordered behind the steps in flight (vLLM), and only there.
 - The victim is who wastes the least work, never one that frees nothing; it goes to the front
   (vLLM), and a constrained request is restored with its grammar's state.
@@ -14,4 +15,4 @@ from __future__ import annotations
 from stopway_core.policies.victims import least_wasted_work
 from stopway_core.policy import Policy
 
-NATIVE = Policy(name="native", victim=least_wasted_work)
+NATIVE = Policy(name="native", victim=least_wasted_work, leaves_steps=True)

@@ -40,14 +40,12 @@ class FleetConfig:
 
     With ``split`` the groups are pairs of a prefill group (even) and its decode group (odd). The
     first ``checked`` groups also apply every turn on a follower, through the wire, and compare.
-    ``layer_stops``: rows of an ended request leave a prefill step two layers later.
     """
 
     groups: int = 4
     cost: CostModel = field(default_factory=CostModel)
     policy: Policy = field(default_factory=lambda: POLICIES["native"])
     split: bool = False
-    layer_stops: bool = False
     checked: int = 0
     host_loads: HostLoads = field(default_factory=HostLoads)
     faults: tuple[RankLost, ...] = ()

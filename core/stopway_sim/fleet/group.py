@@ -161,7 +161,7 @@ class SimGroup:
             request.output, request.seq, request.rid = request.produced, None, 0
         for admit in turn.admits:
             self._admit(admit.rid, self._owner.of(number_of(admit.params.seed)))
-        if self._config.layer_stops and turn.ends:
+        if self._config.policy.leaves_steps and turn.ends:
             for run in self._pipeline.leave(now, set(turn.ends)):
                 self._events.at(self._pipeline.result_at(run), self._complete, self.epoch, run)
         if planned.work is not None:

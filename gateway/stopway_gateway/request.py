@@ -107,7 +107,8 @@ class Request:
         self.policy = ""  # of the group
         self.epoch: int | None = None
         self.accepted = False
-        self.refusal: Refusal | None = None
+        self.refused = False  # its leader never had it, and never will
+        self.refusal: Refusal | None = None  # what to tell the client of that
         self.cut: Reason | None = None
         self.cut_at = 0.0
         self.leader_told = False  # a stop that names it is sent until it has arrived
@@ -134,7 +135,11 @@ class Request:
         self._wake.set()
 
     def on_refused(self, refusal: Refusal) -> None:
-        """The leader will not have it."""
+        """The leader will not have it. Of one that was stopped before, that is no news."""
+        self.refused = True
+        if self.cut is not None:
+            self.settle(self.cut)
+            return
         self.refusal = refusal
         self.settle(refusal.reason, refusal.message)
 

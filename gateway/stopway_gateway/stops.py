@@ -161,26 +161,30 @@ class StopRecord:
     @property
     def status(self) -> StopStatus:
         """How far it has come everywhere: the least of its parts."""
-        states = [
-            StopStatus.NOTICED if self._overtook(part) else part.status
-            for part in self.parts.values()
-        ]
+        states = [self._status_of(part) for part in self.parts.values()]
         if self.stopped_here:
             states.append(StopStatus.RECLAIMED)
         active = [state for state in states if state is not StopStatus.ALREADY_FINISHED]
         return min(active, key=_ORDER.index) if active else StopStatus.ALREADY_FINISHED
 
-    def _overtook(self, part: Part) -> bool:
-        """Whether a group does not know yet what was sent to it: the stop came first.
+    def _status_of(self, part: Part) -> StopStatus:
+        """How far a part has come, also where the stop came before its request.
 
         When the request comes the stop takes effect, and another receipt says so; until then
-        nothing is proved. One that was refused, or had finished, never comes.
+        nothing is proved. One that had finished never comes. Nor does one that was refused: if it
+        was the stop that ended it, then nothing of it was ever held.
         """
-        return part.unknown and any(
-            request.group == part.group
-            and (request.outcome is None or request.outcome is Outcome.STOPPED)
+        if not part.unknown:
+            return part.status
+        stopped = [
+            request
             for request in self.matched
-        )
+            if request.group == part.group
+            and (request.outcome is None or request.outcome is Outcome.STOPPED)
+        ]
+        if not all(request.refused for request in stopped):
+            return StopStatus.NOTICED
+        return StopStatus.RECLAIMED if stopped else part.status
 
     @property
     def resolved(self) -> bool:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from stopway_cli.bench import command, figures, server, turns
+from stopway_cli.bench import calibration, command, figures, server, turns
 from stopway_cli.errors import CliError, Exit
+from stopway_sim.fleet import Figure
 
 
 def test_percentiles_are_nearest_rank() -> None:
@@ -117,3 +118,20 @@ def test_turn_cost_is_of_a_full_house_whose_books_balance(
         assert found[kind]["planner_ms"]["p50"] > 0
     command.print_turns(found)
     assert "stop and submit" in capsys.readouterr().out
+
+
+def test_a_cost_model_is_made_of_what_a_leader_saw() -> None:
+    steps = [[1, 0, 0.010], [8, 0, 0.024], [0, 100, 0.058], [8, 0, 0.024]]
+    blocks = {"total": 500, "block_size": 16}
+    cost = calibration.cost_model({"step_times": steps, "blocks": blocks}, 1, 2, 0.004)
+    assert (cost.pipeline, cost.window, cost.blocks, cost.redis_s) == (2, 2, 500, 0.004)
+    assert cost.step_s(8, 0) == pytest.approx(2 * 0.024)
+    assert cost.step_s(0, 100) == pytest.approx(2 * 0.058)
+    with pytest.raises(CliError, match="at least two numbers of decoding rows"):
+        calibration.cost_model({"step_times": steps[:1], "blocks": blocks}, 1, 1, 0.0)
+
+
+def test_the_simulation_is_printed_beside_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    command.print_beside({"8 streams": [Figure("tokens_per_s", 100.0, 110.0)]})
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.split() == ["8", "streams", "tokens", "per", "s", "100.0", "110.0", "+10%"]

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from stopway_core.events import Mode
+from stopway_core.signing import sign
+from stopway_core.types import Reason, Stop, Target
 from stopway_core.wire import Decoder, Frame, FrameKind
 from stopway_engine.config import PodConfig
+from stopway_engine.front.checks import CHECKERS
 from stopway_engine.front.hub import Hub
+from stopway_engine.front.requests import DEADLINE_S_MIN
 from stopway_engine.grammar import spec
 from stopway_engine.tokenizer import Detokenizer
 
@@ -177,6 +181,83 @@ async def test_a_grammar_of_no_sense_is_refused(
     (refused,) = session.of("refused")
     assert (refused["status"], refused["code"]) == (400, "invalid_grammar") and refused["message"]
     assert not engine.submits
+
+
+def slow_checks(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[str]]:
+    """Checks that wait for an event, and the grammars that were checked, in their order."""
+    go_on, checked = threading.Event(), []
+
+    def check(text: str) -> None:
+        checked.append(text)
+        go_on.wait(10)
+
+    monkeypatch.setattr(spec, "check", check)
+    return go_on, checked
+
+
+def stop_of(*uids: str, tenant: str = "t", admin: bool = False) -> dict[str, Any]:
+    stop = Stop("stop-1", Target(uids=uids), Reason.CLIENT_DISCONNECT, tenant, admin=admin)
+    return sign(stop, "0123456789abcdef")
+
+
+async def test_one_tenants_grammars_do_not_make_anothers_wait(
+    hub: Hub, session: FakeSession, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, checked = slow_checks(monkeypatch)
+    tasks = [
+        asyncio.create_task(hub.submit(session, submit(f"a{n}", grammar=f"a{n}", tenant="a")))
+        for n in range(20)
+    ]
+    await asyncio.sleep(0)
+    last = hub.submit(session, submit("b", grammar="b", tenant="b"))
+    tasks.append(asyncio.create_task(last))
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(*tasks)
+    assert checked.index("b") <= CHECKERS + 1 and len(engine.submits) == 21
+
+
+@pytest.mark.parametrize("how", ["stop", "admin", "lost"])
+async def test_nobody_checks_the_grammar_of_one_who_has_left(
+    hub: Hub, session: FakeSession, engine: Engine, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    go_on, checked = slow_checks(monkeypatch)
+    uids = [f"a{n}" for n in range(20)]
+    tasks = [asyncio.create_task(hub.submit(session, submit(uid, grammar=uid))) for uid in uids]
+    await asyncio.sleep(0)
+    hub.stop(stop_of(*uids, tenant="other"))  # may stop none of them
+    if how == "lost":
+        hub.closed(session)
+    else:
+        by_admin = how == "admin"
+        hub.stop(stop_of(*uids, tenant="x" if by_admin else "t", admin=by_admin))
+    await asyncio.gather(*tasks)  # although no check has ended
+    go_on.set()
+    assert len(checked) <= CHECKERS and not engine.submits
+    assert {message["uid"] for message in session.of("refused")} == set(uids)
+
+
+async def test_a_foreign_tenants_stop_leaves_a_check_alone(
+    hub: Hub, session: FakeSession, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, _ = slow_checks(monkeypatch)
+    task = asyncio.create_task(hub.submit(session, submit("a", grammar="a")))
+    await asyncio.sleep(0)
+    hub.stop(stop_of("a", tenant="other"))
+    go_on.set()
+    await task
+    assert [body["uid"] for body in engine.submits] == ["a"] and not session.of("refused")
+
+
+async def test_deadlines_run_while_a_grammar_is_checked(
+    hub: Hub, session: FakeSession, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spec, "check", lambda _: time.sleep(0.05))
+    deadlines = {"queue": None, "first_token": 0.02, "total": 60.0}
+    await hub.submit(session, submit("a", grammar="a", deadlines=deadlines))
+    (body,) = engine.submits
+    queue, first, total = (body["deadlines"][name] for name in ("queue", "first_token", "total"))
+    assert queue is None and first == DEADLINE_S_MIN and total <= 60.0 - 0.05
 
 
 # --- modes ------------------------------------------------------------------------------------

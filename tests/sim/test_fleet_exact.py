@@ -39,6 +39,10 @@ def run(*specs: Spec, fleet: FleetConfig | None = None, **workload: object) -> R
     return simulate(config, work, seed=1, trace=specs)
 
 
+STAYING = FleetConfig(groups=1, cost=COST, policy=replace(NATIVE, leaves_steps=False))
+"""Rows stay to the end of their step, whoever has ended."""
+
+
 def with_policy(name: str) -> FleetConfig:
     return FleetConfig(groups=1, cost=COST, policy=POLICIES[name])
 
@@ -70,7 +74,7 @@ def test_a_pipeline_overlaps_steps_and_pays_its_hops() -> None:
 def test_a_cancel_while_a_step_is_in_flight() -> None:
     # The step that began at 13 ms is in flight until 25. The client cancels at 20, having one
     # token; Redis takes 2 ms. 21 positions are two blocks.
-    report = run(Spec(0, 0.0, own=20, output=100, cancel_after_s=0.020))
+    report = run(Spec(0, 0.0, own=20, output=100, cancel_after_s=0.020), fleet=STAYING)
     assert series(report, "detect") == [0.0]
     assert series(report, "notify") == [0.002]
     assert series(report, "effective") == [0.002]
@@ -82,7 +86,7 @@ def test_a_cancel_while_a_step_is_in_flight() -> None:
 
 def test_a_client_that_waits_for_tokens_acts_when_it_has_them() -> None:
     # The second token is at the client at 26 ms; the stop at 28, in the step from 25 to 37.
-    report = run(Spec(0, 0.0, own=20, output=100, cancel_after_tokens=2))
+    report = run(Spec(0, 0.0, own=20, output=100, cancel_after_tokens=2), fleet=STAYING)
     assert series(report, "effective") == [0.002]
     assert series(report, "reclaimed") == [0.011]
     assert report.tally.counts["delivered"] == 2
@@ -127,14 +131,13 @@ def test_a_stop_goes_past_redis_when_that_is_down() -> None:
 
 def test_rows_of_a_stopped_prefill_leave_between_layers() -> None:
     # 200 tokens: 30 ms from 1 to 31. The stop is there at 10 ms, in layer 9 of 32: the rows are
-    # gone after layer 11, and 21 layers of the 20 ms that they cost are saved.
+    # gone after layer 11, nobody is left, and 21 layers of the 30 ms are saved.
     spec = Spec(0, 0.0, own=200, output=10, cancel_after_s=0.008)
-    staying = replace(NATIVE, leaves_steps=False)
-    whole = run(spec, fleet=FleetConfig(groups=1, cost=COST, policy=staying))
+    whole = run(spec, fleet=STAYING)
     assert series(whole, "reclaimed") == [0.023]
     early = run(spec)
     assert series(early, "effective") == [0.002]
-    assert series(early, "reclaimed") == [0.023 - 0.020 * 21 / 32]
+    assert series(early, "reclaimed") == [0.023 - 0.030 * 21 / 32]
 
 
 def test_a_deadline_ends_a_request_by_itself() -> None:

@@ -1,7 +1,8 @@
 """The simulation beside the real engine: the same small workload, with the engine's step times.
 
 The step times are what the leader's exec thread took, while the rest of the stack was running, so
-they contain what the processes of one machine take from each other.
+they contain what the processes of one machine take from each other. The way of a stop to the leader
+is taken from cancels of another run than the one that is compared.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from stopway_sim.fleet import CostModel, Figure, SmallRun, beside, calibrate
 
 STREAMS, TOKENS = 8, 64
 CANCELLED, CANCEL_AFTER = 4, 16
-STAGES = ("stopped_at", "reclaimed_at")
+STAGES = ("noticed", "stopped", "reclaimed")
 
 
 async def measure(
@@ -27,18 +28,22 @@ async def measure(
     """Figures by workload, measured and simulated. Raises ``CliError`` without an admin's key."""
     answers, took = await server.answers_of(subject, STREAMS, TOKENS, seed)
     load = SmallRun(STREAMS, answers[0].prompt_tokens, TOKENS)
+    told = await _cancels(subject, seed + 100)
     stops = await _cancels(subject, seed + STREAMS)
     cancels = SmallRun(CANCELLED, answers[0].prompt_tokens, 1500, CANCEL_AFTER)
     async with client.Api(client.Server(subject.url, subject.key)) as api:
         (ledger,) = (await api.get("/debug/ledger"))["groups"]
-    cost = cost_model(ledger, tensor, pipeline)
+    cost = cost_model(ledger, tensor, pipeline, told.pop("noticed_ms") / 1000)
+    del stops["noticed_ms"]
     return {
         f"{STREAMS} streams of {TOKENS} tokens": beside(load, cost, server.rates(answers, took)),
         f"{CANCELLED} cancelled after {CANCEL_AFTER} tokens": beside(cancels, cost, stops),
     }
 
 
-def cost_model(ledger: dict[str, Any], tensor: int, pipeline: int) -> CostModel:
+def cost_model(
+    ledger: dict[str, Any], tensor: int, pipeline: int, notify_s: float
+) -> CostModel:
     """What a leader's latest steps say. Raises ``CliError`` when they are too few or all alike."""
     steps = [
         # A stage's time; the model wants that of all its stages.
@@ -52,6 +57,7 @@ def cost_model(ledger: dict[str, Any], tensor: int, pipeline: int) -> CostModel:
         "window": max(2, pipeline),
         "blocks": blocks["total"],
         "block_size": blocks["block_size"],
+        "redis_s": max(0.0, notify_s),
     }
     try:
         return calibrate({"step_times": steps, "cost": shape})
@@ -60,7 +66,7 @@ def cost_model(ledger: dict[str, Any], tensor: int, pipeline: int) -> CostModel:
 
 
 async def _cancels(subject: server.Subject, seed: int) -> dict[str, float]:
-    """Median milliseconds from a client's cancel until it took effect, and until the blocks."""
+    """Median milliseconds from a client's cancel to each of ``STAGES``, on the last rank."""
 
     async with client.Api(client.Server(subject.url, subject.key)) as api:
 
@@ -74,8 +80,11 @@ async def _cancels(subject: server.Subject, seed: int) -> dict[str, float]:
                 asked = time.time()
                 receipt = await api.cancel(str(chunk["id"]), "reclaimed")
             (group,) = receipt["groups"]
-            return [max(rank[stage] for rank in group["ranks"]) - asked for stage in STAGES]
+            ranks = group["ranks"]
+            return [max(rank[f"{stage}_at"] for rank in ranks) - asked for stage in STAGES]
 
         found = await asyncio.gather(*(one(number) for number in range(CANCELLED)))
-    stopped, reclaimed = (percentile([times[i] for times in found], 0.5) for i in range(2))
-    return {"stopped_ms": stopped * 1000, "reclaimed_ms": reclaimed * 1000}
+    return {
+        f"{stage}_ms": percentile([times[i] for times in found], 0.5) * 1000
+        for i, stage in enumerate(STAGES)
+    }

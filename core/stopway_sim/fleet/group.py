@@ -165,7 +165,7 @@ class SimGroup:
             for run in self._pipeline.leave(now, set(turn.ends)):
                 self._events.at(self._pipeline.result_at(run), self._complete, self.epoch, run)
         if planned.work is not None:
-            self._launch(now, planned.work, len(turn.launch.decode) if turn.launch else 0)
+            self._launch(now, planned.work, turn.launch.decode if turn.launch else [])
         for ended in planned.outputs.ended:
             self._owner.ended(self, ended)
         for refused in planned.outputs.refused:
@@ -239,12 +239,12 @@ class SimGroup:
 
     # --- steps ---------------------------------------------------------------------------
 
-    def _launch(self, now: float, work: StepWork, decode: int) -> None:
+    def _launch(self, now: float, work: StepWork, decode: list[int]) -> None:
         prefill: dict[int, int] = {}
-        for row in work.rows[decode:]:
+        for row in work.rows[len(decode) :]:
             count = prefill[row.rid] = len(row.tokens)
             self._running[row.rid].prefilled += count
-        run = self._pipeline.launch(now, work, decode, prefill)
+        run = self._pipeline.launch(now, work, set(decode), prefill)
         self._events.at(self._pipeline.result_at(run), self._complete, self.epoch, run)
 
     def _complete(self, epoch: int, run: StepRun) -> None:

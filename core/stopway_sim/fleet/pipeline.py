@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stopway_core.types import StepWork
 from stopway_sim.fleet.cost import CostModel
 
-LAYERS_TO_AGREE = 2  # rows that are to leave at layer L are gone after L + 2
+LAYERS_TO_LEAVE = 2  # rows that are to leave during layer L are gone after L + 1, at the latest
+PAYS = 4  # rows leave when one in so many of the step's tokens is dead, as in the engine
+SHARED_TOKENS_MIN = 33  # with several ranks a stage, only from so many tokens on, likewise
 
 
 @dataclass(slots=True)
@@ -17,10 +19,11 @@ class StepRun:
 
     work: StepWork
     ready: float  # when every rank of the first stage has its turn
-    decode_rows: int
-    prefill: dict[int, int]  # rid -> tokens that are still computed
+    decode: set[int]  # rids that are still computed
+    prefill: dict[int, int]  # rid -> tokens, likewise
     stage_s: list[float]
     ends: list[float]
+    dead: set[int] = field(default_factory=set)  # of ended requests
     done: bool = False
 
 
@@ -36,11 +39,13 @@ class Pipeline:
         self._runs: deque[StepRun] = deque()
         self._last: list[float] = [0.0] * cost.pipeline  # when each stage ran its last step
 
-    def launch(self, now: float, work: StepWork, decode: int, prefill: dict[int, int]) -> StepRun:
+    def launch(
+        self, now: float, work: StepWork, decode: set[int], prefill: dict[int, int]
+    ) -> StepRun:
         """Start a step of ``decode`` rows and ``prefill`` tokens by rid."""
         cost = self._cost
         ready = now + cost.turn_s + (cost.control_s if cost.ranks > 1 else 0.0)
-        each = cost.step_s(decode, sum(prefill.values())) / cost.pipeline
+        each = cost.step_s(len(decode), sum(prefill.values())) / cost.pipeline
         run = StepRun(work, ready, decode, prefill, [each] * cost.pipeline, [])
         self._schedule(run, self._runs[-1].ends if self._runs else self._last)
         self._runs.append(run)
@@ -57,33 +62,43 @@ class Pipeline:
         run.done = True
 
     def leave(self, now: float, rids: set[int]) -> list[StepRun]:
-        """Rows of ended requests leave their prefill steps between two layers.
+        """Rows of ended requests leave the steps in flight between two layers, where it pays.
 
         Returns the steps whose times have changed.
         """
         changed: list[StepRun] = []
         before = self._last
         for run in self._runs:
-            gone = [rid for rid in rids if rid in run.prefill]
+            run.dead |= {rid for rid in rids if rid in run.prefill or rid in run.decode}
+            gone = self._pays(run)
             if gone:
-                self._shorten(run, now, gone, before)
+                self._shorten(run, now)
             if gone or changed:
                 self._schedule(run, before)
                 changed.append(run)
             before = run.ends
         return changed
 
-    def _shorten(self, run: StepRun, now: float, gone: list[int], before: list[float]) -> None:
+    def _pays(self, run: StepRun) -> bool:
+        total = len(run.decode) + sum(run.prefill.values())
+        dead = sum(run.prefill.get(rid, 1) for rid in run.dead)
+        shared = self._cost.tensor > 1
+        return bool(dead) and dead * PAYS >= total and (not shared or total >= SHARED_TOKENS_MIN)
+
+    def _shorten(self, run: StepRun, now: float) -> None:
         cost = self._cost
-        for rid in gone:
-            del run.prefill[rid]
-        less = cost.step_s(run.decode_rows, sum(run.prefill.values())) / cost.pipeline
+        run.decode -= run.dead
+        for rid in run.dead:
+            run.prefill.pop(rid, None)
+        run.dead.clear()
+        rows, tokens = len(run.decode), sum(run.prefill.values())
+        less = cost.step_s(rows, tokens) / cost.pipeline if rows or tokens else 0.0
         layers = max(1, cost.layers // cost.pipeline)
         for stage, end in enumerate(run.ends):
             whole = run.stage_s[stage]
             start = end - whole
-            passed = (now - start) / whole * layers if now > start else -LAYERS_TO_AGREE
-            left = max(0.0, 1.0 - (int(passed) + LAYERS_TO_AGREE) / layers)
+            passed = (now - start) / whole * layers if now > start else -LAYERS_TO_LEAVE
+            left = max(0.0, 1.0 - (int(passed) + LAYERS_TO_LEAVE) / layers)
             run.stage_s[stage] = whole - (whole - less) * min(1.0, left)
 
     def _schedule(self, run: StepRun, before: list[float]) -> None:

@@ -13,6 +13,7 @@ from stopway_core.types import Outcome, Reason, finish_reason_of
 from stopway_core.wire import Frame, FrameKind, encode
 from stopway_engine.config import PodConfig
 from stopway_engine.control.front_link import submit_frame
+from stopway_engine.front.checks import GrammarChecks
 from stopway_engine.front.requests import (
     FrontRequest,
     Rejected,
@@ -25,7 +26,6 @@ from stopway_engine.front.stops import FrontStops
 from stopway_engine.front.text import ChoiceText
 from stopway_engine.tokenizer import TextCodec
 
-CHECKERS = 2  # threads; each waits for a process that compiles
 TOKENIZERS = 2  # threads; each may take a core for as long as a prompt takes
 LOAD = ("running", "waiting", "free", "held", "cached", "drafted", "accepted")
 LOST = "a rank of this group was lost; send the request again"
@@ -58,7 +58,7 @@ class Hub:
         # Of their own, so that long prompts queue behind one another and before nothing else.
         self._tokenizing = ThreadPoolExecutor(TOKENIZERS, "tokenize")
         # A bad grammar may take seconds: it keeps waiting other grammars, and no prompt.
-        self._checking = ThreadPoolExecutor(CHECKERS, "check-grammar")
+        self._checks = GrammarChecks(check_grammar)
 
     # --- state ---------------------------------------------------------------------------
 
@@ -108,6 +108,7 @@ class Hub:
 
     def _lose(self, session: Session) -> None:
         session.lost = True
+        self._checks.lose(session.lease)
         for uid in [uid for uid, r in self._requests.items() if r.session is session]:
             del self._requests[uid]
         self._choices = {k: v for k, v in self._choices.items() if v[0].session is not session}
@@ -116,10 +117,11 @@ class Hub:
     async def submit(self, session: Session, message: Mapping[str, Any]) -> None:
         """Check and tokenize a request and pass it on, or say why not."""
         uid = message["uid"]
+        loop = asyncio.get_running_loop()
+        came = loop.time()
         try:
-            loop = asyncio.get_running_loop()
             if grammar := message.get("grammar"):
-                await loop.run_in_executor(self._checking, check_grammar, grammar)
+                await self._checks.check(uid, session.lease, message["tenant"], grammar)
             limit = self._hello.get("max_model_len", 0)
             tokens = await loop.run_in_executor(
                 self._tokenizing, prompt_tokens, message, self.codec, limit
@@ -135,7 +137,8 @@ class Hub:
         if uid in self._requests:
             session.send(_refused(uid, 409, f"request {uid} is known here already", "duplicate"))
             return
-        made = submission(message, tokens, session.lease, self._hello["max_model_len"])
+        waited_s = loop.time() - came
+        made = submission(message, tokens, session.lease, self._hello["max_model_len"], waited_s)
         request = FrontRequest(uid, session, made.params.logprobs >= 0, len(tokens))
         for index in range(made.choices):
             request.texts[index] = ChoiceText(
@@ -149,6 +152,8 @@ class Hub:
 
     def stop(self, entry: dict[str, Any]) -> None:
         """Pass on a stop, whose signature has been checked; it may come many times."""
+        uids = entry["target"].get("uids") or ()
+        self._checks.stop(uids, entry["tenant"], admin=entry["admin"])
         connected = self._send_engine is not None
         if self.stops.passed(entry, sent=connected) and connected:
             self._engine({"stop": entry})

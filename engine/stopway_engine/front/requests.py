@@ -14,6 +14,7 @@ from stopway_engine.modelspec import ModelError
 from stopway_engine.tokenizer import TextCodec
 
 SEED_BITS = 62
+DEADLINE_S_MIN = 0.001  # of one that has passed already: it still ends as such, at the leader
 
 
 class Rejected(Exception):
@@ -87,9 +88,16 @@ def _check_size(prompt: Mapping[str, Any], codec: TextCodec, limit: int) -> None
 
 
 def submission(
-    message: Mapping[str, Any], tokens: list[int], gateway: str, max_model_len: int
+    message: Mapping[str, Any],
+    tokens: list[int],
+    gateway: str,
+    max_model_len: int,
+    waited_s: float,
 ) -> Submission:
-    """The submission that a submit message and its tokenized prompt make."""
+    """The submission that a submit message and its tokenized prompt make.
+
+    Its deadlines run since it came, ``waited_s`` ago; the leader counts from now.
+    """
     params = dict(message["params"])
     if params.get("max_tokens") is None:
         params["max_tokens"] = max(1, max_model_len - len(tokens))
@@ -97,7 +105,10 @@ def submission(
     params["seed"] = secrets.randbits(SEED_BITS) if seed is None else seed % (1 << SEED_BITS)
     params["stop_token_ids"] = tuple(params.get("stop_token_ids") or ())
     known = SamplingParams.__dataclass_fields__
-    deadlines = message.get("deadlines") or {}
+    deadlines = {
+        name: None if limit is None else max(DEADLINE_S_MIN, limit - waited_s)
+        for name, limit in (message.get("deadlines") or {}).items()
+    }
     return Submission(
         uid=message["uid"],
         attempt=message["attempt"],

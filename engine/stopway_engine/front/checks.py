@@ -1,0 +1,95 @@
+"""The line of grammars to be checked: tenants take turns, and nobody who has left stands in it.
+
+A check may take seconds of a core. One tenant's bad grammars must not make another's wait, and a
+client that leaves must not leave its work behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from stopway_engine.front.requests import Rejected
+
+CHECKERS = 2  # threads; each waits for a process that compiles
+
+
+@dataclass(slots=True, eq=False)
+class _Check:
+    uid: str
+    lease: str
+    tenant: str
+    grammar: str
+    verdict: asyncio.Future[None]
+
+
+class GrammarChecks:
+    """Checks at most ``CHECKERS`` grammars at once; everything but the check is on the loop."""
+
+    def __init__(self, check: Callable[[str], None]) -> None:
+        """``check`` runs in a thread and raises ``Rejected`` for what cannot be used."""
+        self._check = check
+        self._threads = ThreadPoolExecutor(CHECKERS, "check-grammar")
+        self._busy = 0
+        self._lines: dict[str, deque[_Check]] = {}  # by tenant; the first is next
+        self._open: dict[str, _Check] = {}  # by uid, waiting or being checked
+
+    async def check(self, uid: str, lease: str, tenant: str, grammar: str) -> None:
+        """Wait for the verdict on a request's grammar. Raises ``Rejected``."""
+        verdict: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        check = _Check(uid, lease, tenant, grammar, verdict)
+        self._open[uid] = check
+        self._lines.setdefault(tenant, deque()).append(check)
+        self._start()
+        try:
+            await verdict
+        finally:
+            if self._open.get(uid) is check:
+                del self._open[uid]
+
+    def stop(self, uids: Iterable[str], tenant: str, *, admin: bool) -> None:
+        """Reject those of these requests that ``tenant`` may stop: nobody waits for them now."""
+        for uid in uids:
+            check = self._open.get(uid)
+            if check is not None and (admin or check.tenant == tenant):
+                _reject(check)
+
+    def lose(self, lease: str) -> None:
+        """Reject all that came on one session."""
+        for check in self._open.values():
+            if check.lease == lease:
+                _reject(check)
+
+    def _start(self) -> None:
+        while self._busy < CHECKERS and self._lines:
+            tenant, line = next(iter(self._lines.items()))
+            check = line.popleft()
+            del self._lines[tenant]
+            if line:
+                self._lines[tenant] = line  # behind all other tenants
+            if check.verdict.done():
+                continue
+            self._busy += 1
+            loop = asyncio.get_running_loop()
+            done = loop.run_in_executor(self._threads, self._check, check.grammar)
+            done.add_done_callback(partial(self._checked, check))
+
+    def _checked(self, check: _Check, done: asyncio.Future[None]) -> None:
+        self._busy -= 1
+        problem = done.exception()
+        if not check.verdict.done():
+            if problem is None:
+                check.verdict.set_result(None)
+            else:
+                check.verdict.set_exception(problem)
+        self._start()
+
+
+def _reject(check: _Check) -> None:
+    if not check.verdict.done():
+        message = "the request was stopped before its grammar was checked"
+        check.verdict.set_exception(Rejected(message, code="stopped", param="response_format"))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from stopway_core import names
+from stopway_core.config import PlannerConfig
 from stopway_core.events import Refused
 from stopway_core.replica import Replica
 from stopway_core.requests import RequestTable
 from stopway_core.types import Deadlines, Submission
-
-if TYPE_CHECKING:
-    from stopway_core.planner import PlannerConfig
 
 REFUSE_DRAIN = "this group is draining; send the request again"
 

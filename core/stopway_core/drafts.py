@@ -7,6 +7,8 @@ do it. Proposals depend on the request's tokens and results alone, so a run can 
 from __future__ import annotations
 
 NGRAM = 3
+POSITIONS_MAX = 8192  # so many of the newest are indexed
+LEARN_MAX = 256  # positions learned in one go: a prompt is learned over several turns
 REST_TOKENS = 8  # no proposals for so many tokens after one of which nothing was right
 
 
@@ -22,7 +24,6 @@ class Drafter:
         self._tokens = tokens
         self._index: dict[tuple[int, ...], int] = {}  # n-gram -> the position after it
         self._seen = 0  # n-grams that end before this position are in the index
-        self._learn()
 
     def propose(self, room: int) -> list[int]:
         """At most ``room`` tokens that may follow; empty when nothing suggests any."""
@@ -48,8 +49,10 @@ class Drafter:
         self._tokens = tokens
 
     def _learn(self) -> None:
-        """Index every n-gram that something follows; each position once."""
+        """Index n-grams that something follows, each position once, a bounded number of them."""
         tokens, index = self._tokens, self._index
-        for end in range(max(self._seen, NGRAM), len(tokens)):
-            index[tuple(tokens[end - NGRAM : end])] = end
-        self._seen = max(self._seen, len(tokens))
+        begin = max(self._seen, NGRAM, len(tokens) - POSITIONS_MAX)
+        end = min(len(tokens), begin + LEARN_MAX)
+        for at in range(begin, end):
+            index[tuple(tokens[at - NGRAM : at])] = at
+        self._seen = max(self._seen, end)

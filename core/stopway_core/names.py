@@ -66,6 +66,11 @@ def trace_id_of(traceparent: str) -> str:
     return "" if context is None else context[0]
 
 
+# --- load ----------------------------------------------------------------------------------
+
+LOAD = ("running", "waiting", "free", "held", "cached", "drafted", "accepted")
+"""A group's figures: sequences, KV blocks, and draft tokens of the epoch."""
+
 # --- phases, spans -------------------------------------------------------------------------
 
 PHASES = ("notify", "in_flight", "reclaim", "handoff")

@@ -5,6 +5,7 @@ A strategy exists only where policies differ; each policy is one frozen value in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -39,7 +40,6 @@ class Order(StrEnum):
     """Where a stop stands among what has come for a turn."""
 
     FRONT = "front"  # before everything
-    BOTH = "both"  # at once, and again in its place: applied once
     FIFO = "fifo"  # behind the requests that came before it
 
 
@@ -98,3 +98,17 @@ class Policy:
     evicts_on_preempt: int = 0  # steps for which those left find blocks: so much cache goes
     leaves_steps: bool = False  # rows of an ended request leave the step that runs
     ends_constrained: bool = False  # a preempted request with a grammar ends
+
+
+GRACE_S = 2.0
+POLL_S = 1.0
+
+
+def detection_delay_s(detection: Detection, *, stream: bool, waited_s: float) -> float:
+    """Seconds from a client's leaving to the stop, ``waited_s`` after its request came."""
+    if detection is Detection.GRACE_2S:
+        # A task in the background of a stream; a call that is waited for is ended by an exception.
+        return GRACE_S if stream else 0.0
+    if detection is Detection.POLL_1HZ:
+        return math.ceil(waited_s / POLL_S) * POLL_S - waited_s
+    return 0.0

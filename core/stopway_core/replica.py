@@ -218,7 +218,6 @@ class Replica:
         if launch.step != self.step + 1:
             raise ReplicaError(f"step {launch.step} after step {self.step}")
         self.step = step = launch.step
-        size = self.block_size
         seqs = self.seqs
         flight: list[tuple[Seq, int, int]] = []
         rows: list[RowWork] = []
@@ -226,84 +225,67 @@ class Replica:
         sampling = 0
         for index, rid in enumerate(launch.decode):
             seq = seqs[rid]
-            known = seq.tokens
-            start = seq.launched
-            source = NO_SOURCE
-            if seq.pending:
-                source, fed = seq.source, [0]
-            else:
-                fed = known[start:]
-            # One token may be unknown, not two: what came before it is read from ``history``.
-            if start + 1 != len(known) + seq.pending or seq.pending > 1:
-                raise ReplicaError(
-                    f"request {rid} cannot decode: {len(known)} known, {seq.pending} to come, "
-                    f"{start} run"
-                )
+            fed, source = self._decode_of(seq)
             if drafts and drafts[index]:
                 if seq.pending:
                     raise ReplicaError(f"request {rid}: a draft after a token that is not known")
                 fed = fed + drafts[index]
-            count = len(fed)
-            end = start + count
-            if end > len(seq.blocks) * size:
-                self._grow(seq, end)
-            seq.launched = end
-            seq.last_step = step
-            seq.pending += 1
-            seq.source = (step, sampling)
+            rows.append(self._row(seq, fed, len(fed), source, sampling))
+            flight.append((seq, len(fed), len(fed)))
             sampling += 1
-            flight.append((seq, count, count))
-            rows.append(
-                RowWork(
-                    rid,
-                    start,
-                    fed,
-                    seq.blocks,
-                    count,
-                    seq.params,
-                    known,
-                    seq.prompt_len,
-                    source,
-                    seq.grammar,
-                    seq.pulse,
-                )
-            )
         for rid, count in zip(launch.prefill, launch.counts, strict=True):
             seq = seqs[rid]
             start = seq.launched
             end = start + count
-            samples = int(end == len(seq.tokens))
             if count < 1 or end > len(seq.tokens):
                 raise ReplicaError(f"request {rid}: {count} tokens at {start} of {len(seq.tokens)}")
-            self._grow(seq, end)
-            seq.launched = end
-            seq.last_step = step
-            if samples:
-                seq.pending += 1
-                seq.source = (step, sampling)
-                sampling += 1
+            samples = int(end == len(seq.tokens))
+            rows.append(self._row(seq, seq.tokens[start:end], samples, NO_SOURCE, sampling))
             flight.append((seq, count, samples))
-            rows.append(
-                RowWork(
-                    rid,
-                    start,
-                    seq.tokens[start:end],
-                    seq.blocks,
-                    samples,
-                    seq.params,
-                    seq.tokens,
-                    seq.prompt_len,
-                    NO_SOURCE,
-                    seq.grammar,
-                    seq.pulse,
-                )
-            )
+            sampling += samples
         self.in_flight[step] = _InFlight(step, launch.tokens, flight)
         work = StepWork(step, rows, self._copies, self._left)
         for source_block, _ in self._copies:  # read by this step, whoever holds it by then
             self.ledger.blocks.launched((source_block,), step)
         self._copies, self._left = [], []
         return work
+
+    def _decode_of(self, seq: Seq) -> tuple[list[int], tuple[int, int]]:
+        """What a request that decodes feeds: its newest token, or where that will come from."""
+        known, start = seq.tokens, seq.launched
+        # One token may be unknown, not two: what came before it is read from ``history``.
+        if start + 1 != len(known) + seq.pending or seq.pending > 1:
+            raise ReplicaError(
+                f"request {seq.rid} cannot decode: {len(known)} known, {seq.pending} to come, "
+                f"{start} run"
+            )
+        return ([0], seq.source) if seq.pending else (known[start:], NO_SOURCE)
+
+    def _row(
+        self, seq: Seq, fed: list[int], samples: int, source: tuple[int, int], index: int
+    ) -> RowWork:
+        """Put a request into the step that is being launched; ``index`` is of its sampling rows."""
+        start = seq.launched
+        end = seq.launched = start + len(fed)
+        if end > len(seq.blocks) * self.block_size:
+            self._grow(seq, end)
+        seq.last_step = self.step
+        if samples:
+            seq.pending += 1
+            seq.source = (self.step, index)
+        return RowWork(
+            seq.rid,
+            start,
+            fed,
+            seq.blocks,
+            samples,
+            seq.params,
+            seq.tokens,
+            seq.prompt_len,
+            source,
+            seq.grammar,
+            seq.pulse,
+        )
 
     # --- grammars ------------------------------------------------------------------------
 

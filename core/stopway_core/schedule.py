@@ -7,8 +7,8 @@ applied: preemptions, then admissions, then the launch.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from stopway_core.config import PlannerConfig
 from stopway_core.deadlines import DeadlineHeap
 from stopway_core.drafts import Drafter
 from stopway_core.lifecycle import Event as Life
@@ -20,9 +20,6 @@ from stopway_core.reserve import Reserves
 from stopway_core.turn import Admit, Launch, Turn
 from stopway_core.types import StepWork
 from stopway_core.waiting import WaitingQueue
-
-if TYPE_CHECKING:
-    from stopway_core.planner import PlannerConfig
 
 
 class Schedule:

@@ -17,9 +17,10 @@ class WaitingQueue:
     """Choices that are ready to be admitted. Smaller priorities go first."""
 
     def __init__(self) -> None:
-        # Two lines each: those that had started (preempted, or siblings of one that runs), newest
-        # first, and those that had not, oldest first.
-        self._lines: dict[int, tuple[_Line, _Line]] = {}
+        # Three lines each: those at the front (preempted, or siblings of one that runs), newest
+        # first; the others, oldest first; and of these, those that had started, too (preempted,
+        # where the policy sends them to the tail).
+        self._lines: dict[int, tuple[_Line, _Line, _Line]] = {}
         self._priorities: list[int] = []
         self._size = 0
 
@@ -28,7 +29,10 @@ class WaitingQueue:
 
     def push(self, choice: Choice) -> None:
         """Queue behind all others of its priority."""
-        self._line(choice.priority)[1][choice.arrival] = choice
+        lines = self._line(choice.priority)
+        lines[1][choice.arrival] = choice
+        if choice.preemptions:
+            lines[2][choice.arrival] = choice
         self._size += 1
 
     def push_front(self, choice: Choice) -> None:
@@ -46,6 +50,7 @@ class WaitingQueue:
         arrival = choice.arrival
         if lines[0].pop(arrival, None) is None and lines[1].pop(arrival, None) is None:
             return False
+        lines[2].pop(arrival, None)
         self._size -= 1
         if not lines[0] and not lines[1]:
             del self._lines[choice.priority]
@@ -64,14 +69,15 @@ class WaitingQueue:
     def head(self, *, started: bool = False) -> Choice | None:
         """Who is next; with ``started`` only among those that had started."""
         for priority in self._priorities:
-            for line in self._lines[priority][: 1 if started else 2]:
+            front, others, started_there = self._lines[priority]
+            for line in (front, started_there if started else others):
                 if line:
                     return next(iter(line.values()))
         return None
 
-    def _line(self, priority: int) -> tuple[_Line, _Line]:
+    def _line(self, priority: int) -> tuple[_Line, _Line, _Line]:
         lines = self._lines.get(priority)
         if lines is None:
-            lines = self._lines[priority] = (OrderedDict(), OrderedDict())
+            lines = self._lines[priority] = (OrderedDict(), OrderedDict(), OrderedDict())
             insort(self._priorities, priority)
         return lines

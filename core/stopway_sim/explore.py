@@ -12,9 +12,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from stopway_core.config import PlannerConfig
 from stopway_core.events import Completed, Event, StopSignal, Submit
 from stopway_core.names import child_uid
-from stopway_core.planner import PlannerConfig
 from stopway_core.types import Reason, SamplingParams, Stop, Submission, Target
 from stopway_sim.choices import Exhaustive
 from stopway_sim.failure import SimFailure, require

@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from stopway_core.config import PlannerConfig
 from stopway_core.events import Compiled, Completed, Event
 from stopway_core.ledger import OutOfResources
 from stopway_core.lifecycle import State
-from stopway_core.planner import Planned, PlannerConfig
+from stopway_core.planner import Planned
 from stopway_core.receipts import RankInfo, ReceiptBook
 from stopway_core.replica import Applied, Replica, StopApplied
 from stopway_core.topology import stage_of

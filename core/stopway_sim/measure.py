@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from stopway_core.config import PlannerConfig
 from stopway_core.events import (
     DrainStarted,
     Event,
@@ -18,7 +19,7 @@ from stopway_core.events import (
     Submit,
 )
 from stopway_core.ledger import Dropped
-from stopway_core.planner import Planned, PlannerConfig
+from stopway_core.planner import Planned
 from stopway_core.policies import POLICIES
 from stopway_core.types import Deadlines, Reason, SamplingParams, Stop, Submission, Target
 from stopway_sim.failure import require
@@ -214,7 +215,7 @@ def _between(cause: Cause, policy: str) -> Bench:
 def _decoding(cause: Cause, policy: str) -> Bench:
     bench = Bench(cause, policy)
     bench.turn(bench.submit("a", _A))
-    while not bench.group.planner._schedule.decoding:
+    while not bench.group.planner.schedule.decoding:
         bench.turn()
         bench.turn(*bench.step())
     return bench
@@ -244,7 +245,7 @@ def _overlapped(cause: Cause, policy: str) -> Bench:
 def shared(cause: Cause, policy: str) -> Bench:
     """Two choices decode, and hold the blocks of their prompt together."""
     bench = _sibling(cause, policy)
-    while len(bench.group.planner._schedule.decoding) < 2:
+    while len(bench.group.planner.schedule.decoding) < 2:
         bench.turn()
         bench.turn(*bench.step())
     return bench

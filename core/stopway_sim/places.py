@@ -6,15 +6,18 @@ The observed planner is the real one; it only counts before it does what it does
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
+from stopway_core.composing import Composing
 from stopway_core.events import Compiled, Event
 from stopway_core.lifecycle import Event as Life
 from stopway_core.lifecycle import State
 from stopway_core.planner import Planned, Planner
 from stopway_core.requests import Choice
-from stopway_core.types import Reason, Stop
+from stopway_core.types import Reason, StepWork, Stop
 
 
 class Place(StrEnum):
@@ -104,7 +107,7 @@ POSSIBLE: dict[Cause, tuple[Place, ...]] = {
 
 def place_of(planner: Planner, choice: Choice) -> Place:
     """Where a living choice is now."""
-    schedule, replica = planner._schedule, planner.replica
+    schedule, replica = planner.schedule, planner.replica
     if choice.state is State.COMPILING:
         return Place.COMPILING
     seq = choice.seq
@@ -134,9 +137,14 @@ class ObservedPlanner(Planner):
         self._cause: Cause | None = None
         self._born = False
         self._followers: set[int] = set()  # who waited for a sibling when the turn began
+        _watch(self._endings, "end", self._ends)
+        _watch(self._stopping, "_choice", self._stops_choice)
+        _watch(self._stopping, "_uid", self._stops_uid)
+        _watch(self._stopping, "born", self._stops_born)
+        _watch(self.schedule, "first_token", self._has_first_token)
 
     def turn(self, now: float, events: list[Event]) -> Planned | None:
-        self._followers = set(self._schedule._first)
+        self._followers = set(self.schedule._first)
         return super().turn(now, events)
 
     def lost(self) -> None:
@@ -144,13 +152,13 @@ class ObservedPlanner(Planner):
         for choice in self.requests.by_key.values():
             self.met[place_of(self, choice), Cause.RANK] += 1
 
-    def _end(self, now: float, choice: Choice, reason: Reason, *args: Any, **kw: Any) -> Any:
+    def _ends(self, end: Call, choice: Choice, reason: Reason, *args: Any, **kw: Any) -> Any:
         place = Place.UNBORN if self._born else place_of(self, choice)
         if place is Place.QUEUED and choice.key in self._followers and not choice.fork:
             place = Place.SIBLING  # until this turn ended the one before it
         self.met[place, self._cause or self._why(choice, reason)] += 1
         self.taken[choice.state, Life.END] += 1
-        return super()._end(now, choice, reason, *args, **kw)
+        return end(choice, reason, *args, **kw)
 
     @staticmethod
     def _why(choice: Choice, reason: Reason) -> Cause:
@@ -161,40 +169,48 @@ class ObservedPlanner(Planner):
             return Cause.LEASE
         return Cause.UID if mark.stops[0].target.uids else Cause.SELECTOR
 
-    def _stop_choice(self, now: float, choice: Choice, stop: Stop, *args: Any) -> None:
+    def _stops_choice(self, stops: Call, choice: Choice, stop: Stop, *args: Any) -> Any:
         self._cause = Cause.UID if stop.target.uids else Cause.SELECTOR
-        super()._stop_choice(now, choice, stop, *args)
+        stops(choice, stop, *args)
         self._cause = None
 
-    def _stop_uid(self, now: float, uid: str, stop: Stop, *args: Any) -> None:
+    def _stops_uid(self, stops: Call, uid: str, stop: Stop, *args: Any) -> Any:
         if not self.requests.live(uid) and self.requests.finished(uid) is not None:
             self.met[Place.ENDED, Cause.UID] += 1
-        super()._stop_uid(now, uid, stop, *args)
+        return stops(uid, stop, *args)
 
-    def _bury_born(self, *args: Any) -> None:
+    def _stops_born(self, stops: Call, *args: Any) -> Any:
         self._born = True
-        super()._bury_born(*args)
+        stops(*args)
         self._born = False
 
-    def _first_token(self, now: float, rid: int) -> Choice:
+    def _has_first_token(self, first_token: Call, rid: int) -> Any:
         self.taken[State.PREFILLING, Life.TOKEN] += 1
-        return super()._first_token(now, rid)
+        return first_token(rid)
 
-    def _compiled(self, now: float, event: Compiled, *args: Any) -> None:
+    def _compiled(self, event: Compiled, composing: Composing) -> None:
         before = self._compiling()
-        super()._compiled(now, event, *args)
+        super()._compiled(event, composing)
         if not event.error:
             self.taken[State.COMPILING, Life.READY] += before - self._compiling()
 
     def _compiling(self) -> int:
         return sum(c.state is State.COMPILING for c in self.requests.by_key.values())
 
-    def _plan(self, now: float, composing: Any) -> Any:
-        schedule = self._schedule
+    def _plan(self, composing: Composing) -> StepWork | None:
+        schedule = self.schedule
         states = dict.fromkeys(schedule.prefilling, State.PREFILLING)
         states |= dict.fromkeys(schedule.decoding, State.DECODING)
-        work = super()._plan(now, composing)
+        work = super()._plan(composing)
         self.taken[State.QUEUED, Life.ADMIT] += len(composing.turn.admits)
         for rid in composing.turn.preempts:
             self.taken[states[rid], Life.PREEMPT] += 1
         return work
+
+
+Call = Callable[..., Any]
+
+
+def _watch(part: Any, name: str, watcher: Call) -> None:
+    """Have ``watcher`` called, with the method and its arguments, in a method's place."""
+    setattr(part, name, partial(watcher, getattr(part, name)))

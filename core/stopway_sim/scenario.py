@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stopway_core.config import NO_DEADLINES, PlannerConfig
 from stopway_core.events import Mode
-from stopway_core.planner import NO_DEADLINES, PlannerConfig
 from stopway_core.policies import POLICIES
 from stopway_core.types import Deadlines, Reason, SamplingParams, Stop, Submission, Target
 from stopway_sim.choices import Chooser

@@ -300,7 +300,8 @@ class Truth:
         ends_at = [i + 1 for i, token in enumerate(kept) if token in enders and i + 1 >= least]
         if reason in (Reason.EOS, Reason.GRAMMAR_END):
             require(ends_at == [ended.keep], f"{name}: ended by {kept}, not at its first end token")
-            require((reason is Reason.EOS) == (not grammar), f"{name}: {reason} with {grammar!r}")
+            whole = bool(grammar) and kept[-1] == 0  # else a stop token, which may come anywhere
+            require((reason is Reason.GRAMMAR_END) == whole, f"{name}: {reason} with {grammar!r}")
         elif self._at_once:
             require(not ends_at, f"{name}: went past an end token: {kept}")
         else:  # a mark's reason stands whatever ends it

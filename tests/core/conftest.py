@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from stopway_core.config import PlannerConfig
 from stopway_core.events import Completed, Event, StopSignal, Submit
-from stopway_core.planner import Planned, Planner, PlannerConfig
+from stopway_core.planner import Planned, Planner
 from stopway_core.policies import POLICIES
 from stopway_core.policy import Policy
 from stopway_core.receipts import RankInfo, ReceiptBook

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stopway_core.drafts import NGRAM, REST_TOKENS, Drafter
+from stopway_core.drafts import LEARN_MAX, NGRAM, POSITIONS_MAX, REST_TOKENS, Drafter
 
 
 def test_what_followed_the_last_time() -> None:
@@ -66,3 +66,15 @@ def test_a_proposal_is_a_run_of_its_own_tokens_after_the_same_ngram(
         assert tokens[places[-1] :][: len(found)] == found
     else:
         assert not room or not places or len(tokens) <= NGRAM
+
+
+def test_a_long_prompt_is_learned_in_bounded_pieces_the_newest_part_of_it() -> None:
+    tokens = [i % 5000 for i in range(20_000)] + [1, 2, 3]
+    drafter = Drafter(tokens, 4)
+    assert len(drafter._index) <= LEARN_MAX
+    pieces = 0
+    while drafter.propose(4) == []:
+        pieces += 1
+        assert pieces < 40
+    assert drafter.propose(4) == [4, 5, 6, 7]
+    assert len(drafter._index) <= POSITIONS_MAX

@@ -141,3 +141,39 @@ def test_forgetting_and_compiling_many_is_the_same_on_followers(rig: Rigs, order
     planned = r.turn(r.submit("c", grammar="i"), r.submit("d", grammar="j"))
     assert [c.text for c in planned.turn.compiles] == ["i", "j"]
     assert sorted(planned.turn.forgets) == [1, 2]
+
+
+def test_a_stop_token_of_the_clients_is_no_end_of_the_grammar(rig: Rigs) -> None:
+    r = rig()
+    r.turn(r.submit("a", grammar="g", stop_token_ids=(9,)), r.submit("b", grammar="g"))
+    r.turn(Compiled(1))
+    assert ends(r.turn(r.result(9, r.EOS))) == [("a", "eos"), ("b", "grammar_end")]
+
+
+def test_slots_go_by_priority_and_to_the_tenants_in_turn(rig: Rigs) -> None:
+    r = rig(grammars=8)
+    taken = [r.submit(f"t{i}", grammar=f"t{i}", tenant="u") for i in range(6)]
+    greedy = [r.submit(f"a{i}", grammar=f"a{i}", max_tokens=1) for i in range(2)]
+    r.turn(*taken, *greedy)
+    late = [r.submit(f"a{i}", grammar=f"a{i}") for i in (2, 3)]
+    others = [r.submit("b0", grammar="b0", tenant="v"), r.submit("c0", grammar="c0", priority=-1)]
+    assert r.turn(*late, *others[:1]).turn.compiles == []
+    first = r.turn(Compiled(7, "no"), Compiled(8, "no"))
+    assert [c.text for c in first.turn.compiles] == ["a2", "b0"]
+    r.turn(*others[1:])
+    assert [c.text for c in r.turn(Compiled(first.turn.compiles[0].slot, "no")).turn.compiles] == [
+        "c0"
+    ]
+
+
+def test_one_tenant_leaves_slots_and_places_to_the_others(rig: Rigs) -> None:
+    r = rig(grammars=8)
+    planned = r.turn(*(r.submit(f"a{i}", grammar=f"a{i}") for i in range(9)))
+    assert len(planned.turn.compiles) == 6
+    assert [(e.uid, e.code, e.status) for e in planned.outputs.refused] == [
+        ("a8", "grammars_full", 429)
+    ]
+    planned = r.turn(r.submit("b", grammar="b", tenant="u"), r.submit("c", grammar="a7"))
+    assert [c.text for c in planned.turn.compiles] == ["b"] and not planned.outputs.refused
+    r.turn(*(r.stop(f"s{i}", f"a{i}", "c") for i in range(9)))
+    assert not r.planner._grammars._lines and list(r.planner._grammars._waiting) == []

@@ -49,6 +49,17 @@ def test_a_stop_waits_for_no_step_where_none_will_come(rig: Rigs, policy: str) -
     assert ends(r.turn(r.stop("s", "a"))) == [("a", "client_cancel")]
 
 
+@pytest.mark.parametrize("mode", [Mode.WAITING, Mode.ABORTED])
+def test_a_stop_waits_for_no_admission_where_the_queue_stands(rig: Rigs, mode: Mode) -> None:
+    r = rig(policy="sglang")  # who waits for a grammar ends by a prefill of one token
+    r.turn(ModeChanged(mode), r.submit("a", grammar="g"))
+    r.turn(r.stop("s", "a"))
+    assert r.receipts.get("s").marked == 0 and r.planner.waiting == 0
+    r.turn(ModeChanged(Mode.RUNNING), r.submit("b", grammar="h"))
+    r.turn(r.stop("t", "b"), ModeChanged(mode))
+    assert r.receipts.get("t").marked == 0 and r.planner.waiting == 0
+
+
 def test_waiting_those_who_started_run_on_and_the_queue_stands(rig: Rigs) -> None:
     r = rig(blocks=3, max_running=3)
     r.turn(r.submit("a", [1] * 4, max_tokens=4), r.submit("b", [2] * 4, max_tokens=4))

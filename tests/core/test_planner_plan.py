@@ -158,7 +158,7 @@ def test_the_youngest_goes_where_all_cost_the_same_and_comes_back_first(rig: Rig
     r.turn(*[r.submit(uid, [n] * 4, max_tokens=9) for n, uid in enumerate(("a", "b", "c"), 1)])
     r.turn(r.submit("d", [4] * 4), r.result())
     # a, b and c need a block each and one is left: c goes, and then there are two.
-    head = r.planner._schedule.waiting.head()
+    head = r.planner.schedule.waiting.head()
     assert head is not None and head.uid == "c" and r.planner.waiting == 2
     assert r.planner.running == 2
     chosen = r.planner.requests.live("c")[0]

@@ -308,10 +308,10 @@ def test_an_heir_takes_the_place_of_the_first_in_the_queue(rig: Rigs) -> None:
     r = rig(max_running=1)
     r.turn(r.submit("x"), r.submit("a", choices=2), r.submit("b"))
     r.turn(r.stop("s", "a.0"))
-    head = r.planner._schedule.waiting.head()
+    head = r.planner.schedule.waiting.head()
     assert head is not None and head.uid == "a.1"
     r.turn(r.submit("c", priority=-1), r.stop("t", "x"))
-    assert r.planner._schedule.waiting.head(started=True) is None  # it has not started
+    assert r.planner.schedule.waiting.head(started=True) is None  # it has not started
 
 
 def test_if_the_first_ends_in_its_prefill_another_goes_first(rig: Rigs) -> None:
@@ -321,7 +321,7 @@ def test_if_the_first_ends_in_its_prefill_another_goes_first(rig: Rigs) -> None:
     assert [(a.fork, len(a.tokens)) for a in planned.turn.admits] == [(0, 9)]
     r.turn(r.stop("t", "a.2"))
     assert [e.uid for p in r.run() for e in p.outputs.ended] == ["a"]
-    assert not r.planner._schedule._siblings and not r.planner._schedule._first
+    assert not r.planner.schedule._siblings and not r.planner.schedule._first
 
 
 def test_a_marked_request_is_not_admitted_any_more(rig: Rigs) -> None:

@@ -41,9 +41,7 @@ async def measure(
     }
 
 
-def cost_model(
-    ledger: dict[str, Any], tensor: int, pipeline: int, notify_s: float
-) -> CostModel:
+def cost_model(ledger: dict[str, Any], tensor: int, pipeline: int, notify_s: float) -> CostModel:
     """What a leader's latest steps say. Raises ``CliError`` when they are too few or all alike."""
     steps = [
         # A stage's time; the model wants that of all its stages.

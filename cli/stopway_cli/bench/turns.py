@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stopway_cli.bench.figures import spread
+from stopway_core.config import PlannerConfig
 from stopway_core.events import Completed, Event, StopSignal, Submit
 from stopway_core.names import BLOCK_SIZE
-from stopway_core.planner import Planned, Planner, PlannerConfig
+from stopway_core.planner import Planned, Planner
 from stopway_core.receipts import RankInfo, ReceiptBook
 from stopway_core.replica import Replica
 from stopway_core.turn import decode_turn, encode_turn

@@ -1,7 +1,8 @@
 """vLLM V1's ways (``vllm/v1/core/sched/scheduler.py``, ``v1/engine/core.py``).
 
 - detection: ``with_cancellation`` races the handler against the end of the connection.
-- order: an abort is put in two queues, to be seen early and in its place; aborting is idempotent.
+- order: an abort is put in two queues, to be seen early and in its place. Aborting twice is
+  aborting once, so the early one is what counts: before everything else.
 - effects: ``finish_requests`` ends a request at once, wherever it is.
 - preempted in flight: output of steps in flight is stale: delivered, the counters frozen.
 - fenced: ``_request_blocks_can_be_freed``, the step fence of deferred frees.
@@ -13,6 +14,6 @@
 from __future__ import annotations
 
 from stopway_core.policies.victims import latest
-from stopway_core.policy import Order, Policy, Reserve
+from stopway_core.policy import Policy, Reserve
 
-VLLM = Policy(name="vllm", victim=latest, order=Order.BOTH, reserve=Reserve.NONE)
+VLLM = Policy(name="vllm", victim=latest, reserve=Reserve.NONE)

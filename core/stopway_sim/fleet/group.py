@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 from typing import Any, Protocol
 
+from stopway_core.config import PlannerConfig
 from stopway_core.events import Completed, Ended, Event, Refused, StopSignal, Submit
-from stopway_core.planner import Planned, Planner, PlannerConfig
+from stopway_core.planner import Planned, Planner
 from stopway_core.receipts import RankInfo, ReceiptBook
 from stopway_core.replica import Replica
 from stopway_core.turn import decode_turn, encode_turn

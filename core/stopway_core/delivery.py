@@ -17,7 +17,7 @@ from stopway_core.sequence import Seq
 from stopway_core.turn import Sampled
 from stopway_core.types import DROPPED, REJECTED, Logprobs, Reason, StepResult
 
-DEAD_END = "the grammar allows no token that the model could go on with"
+DEAD_END = "the grammar allows no token to go on with, or has become too complex: simplify it"
 
 
 class Delivery:
@@ -120,7 +120,7 @@ class Delivery:
         if len(choice.tokens) >= choice.length_max:
             return _Ending(choice, Reason.LENGTH, produced)
         if rejected:
-            return _Ending(choice, Reason.ENGINE_ERROR, produced, DEAD_END)
+            return _Ending(choice, Reason.BAD_INPUT, produced, DEAD_END)
         return None
 
 

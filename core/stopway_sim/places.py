@@ -70,7 +70,6 @@ _CAUSES = {
     Reason.LENGTH: Cause.LENGTH,
     Reason.STOP_STRING: Cause.STOP_STRING,
     Reason.GRAMMAR_END: Cause.GRAMMAR_END,
-    Reason.ENGINE_ERROR: Cause.REJECTED,
     Reason.BAD_INPUT: Cause.UNCOMPILED,
     Reason.PREEMPTED: Cause.POLICY,
 }
@@ -164,7 +163,8 @@ class ObservedPlanner(Planner):
     def _why(choice: Choice, reason: Reason) -> Cause:
         mark = choice.mark
         if mark is None:
-            return _CAUSES[reason]
+            rejected = reason is Reason.BAD_INPUT and choice.state is not State.COMPILING
+            return Cause.REJECTED if rejected else _CAUSES[reason]
         if not mark.stops:
             return Cause.LEASE
         return Cause.UID if mark.stops[0].target.uids else Cause.SELECTOR

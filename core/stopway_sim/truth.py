@@ -311,15 +311,13 @@ class Truth:
         length = min(params.max_tokens, longest - len(submission.prompt))
         if reason is Reason.LENGTH:
             require(ended.keep == length, f"{name}: {ended.keep} tokens, not {length}")
-        elif reason is Reason.ENGINE_ERROR:
-            run = self._solos.of(submission.prompt, grammar).output(ended.keep + 1)
-            require(len(run) == ended.keep, f"{name}: rejected where its grammar allows {run}")
         elif reason is Reason.BAD_INPUT:
             try:
                 parse(grammar)
             except ValueError:
-                return
-            require(False, f"{name}: {grammar!r} can be compiled")
+                return  # it cannot be compiled
+            run = self._solos.of(submission.prompt, grammar).output(ended.keep + 1)
+            require(len(run) == ended.keep, f"{name}: rejected where its grammar allows {run}")
         elif reason is Reason.PREEMPTED:
             constrained = config.policy.ends_constrained and grammar
             require(bool(constrained), f"{name} was preempted for good")

@@ -6,13 +6,8 @@ for as long.
 
 from __future__ import annotations
 
-import math
-
 from stopway_core.policies import POLICIES
-from stopway_core.policy import Detection
-
-GRACE_S = 2.0
-POLL_S = 1.0
+from stopway_core.policy import detection_delay_s
 
 
 def delay_s(policy: str, *, stream: bool, waited_s: float) -> float:
@@ -21,10 +16,6 @@ def delay_s(policy: str, *, stream: bool, waited_s: float) -> float:
     ``policy`` is the group's by its name; one that is not known here has no delay.
     """
     known = POLICIES.get(policy)
-    detection = known.detection if known is not None else Detection.EVENT
-    if detection is Detection.GRACE_2S:
-        # A task in the background of a stream; a call that is waited for is ended by an exception.
-        return GRACE_S if stream else 0.0
-    if detection is Detection.POLL_1HZ:
-        return math.ceil(waited_s / POLL_S) * POLL_S - waited_s
-    return 0.0
+    if known is None:
+        return 0.0
+    return detection_delay_s(known.detection, stream=stream, waited_s=waited_s)

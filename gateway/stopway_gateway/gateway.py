@@ -18,7 +18,7 @@ from stopway_gateway.metrics import Metrics
 from stopway_gateway.modes import ModeService
 from stopway_gateway.placement import Placement
 from stopway_gateway.registry import Registry
-from stopway_gateway.request import Request
+from stopway_gateway.request import Refusal, Request
 from stopway_gateway.requests_table import RequestsTable
 from stopway_gateway.schemas import invalid
 from stopway_gateway.session import LeaderSession, Listener
@@ -167,19 +167,18 @@ class Gateway:
     async def dispatch(self, request: Request) -> None:
         """Give the request to a leader, or settle it when none is ready in time."""
         generation = request.generation
-        begun = time.monotonic()
         bounds = [(self.settings.dispatch_wait_s, Reason.RANK_LOST)]
         for name, ending in DEADLINE_REASONS.items():
             limit = generation.deadlines[name]
             if limit is not None:
                 bounds.append((limit, ending))
         patience, reason = min(bounds, key=lambda each: each[0])
-        deadline = begun + patience
+        deadline = request.came + patience
         while request.outcome is None and not request.gone:
             ready = self.registry.ready()
             session = self.placement.choose(ready, request.tenant, generation.conversation)
             if session is not None:
-                session.submit(request, self._submission(request, time.monotonic() - begun))
+                session.submit(request, self._submission(request))
                 return
             if ready:
                 request.settle(Reason.DRAIN, "Every group drains, for its admin; try again later.")
@@ -189,13 +188,31 @@ class Gateway:
                 return
             await request.changed(max(0.0, deadline - time.monotonic()))
 
-    def _submission(self, request: Request, waited_s: float) -> dict[str, object]:
+    def _refused(self, session: LeaderSession, request: Request, refusal: Refusal) -> None:
+        """A group that has just begun to drain refuses what another may take: that is asked once.
+
+        Nothing was computed for it, and whoever stopped it in the meantime has cut it.
+        """
+        wanted = request.cut is None and not request.gone
+        if refusal.code == Reason.DRAIN and request.attempt == 1 and wanted:
+            others = [other for other in self.registry.ready() if other is not session]
+            conversation = request.generation.conversation
+            chosen = self.placement.choose(others, request.tenant, conversation)
+            if chosen is not None:
+                session.forget(request)
+                request.attempt += 1
+                chosen.submit(request, self._submission(request))
+                return
+        request.on_refused(refusal)
+
+    def _submission(self, request: Request) -> dict[str, object]:
         generation = request.generation
+        waited_s = time.monotonic() - request.came
         trace_ids = request.trace
         return {
             "type": "submit",
             "uid": request.uid,
-            "attempt": 1,
+            "attempt": request.attempt,
             "tenant": request.tenant,
             "salt": tenant_salt(self.settings.secret.get_secret_value(), request.tenant),
             "n": generation.n,
@@ -205,7 +222,7 @@ class Gateway:
             "params": generation.params,
             "stop": generation.stop,
             "include_stop_str_in_output": generation.include_stop,
-            # They run from the arrival here; the leader counts from the arrival there.
+            # They run from the arrival here; the front counts from the arrival there.
             "deadlines": {
                 name: None if limit is None else max(0.001, limit - waited_s)
                 for name, limit in generation.deadlines.items()
@@ -216,23 +233,31 @@ class Gateway:
         }
 
     def client_left(self, request: Request) -> None:
-        """Nobody waits for it any more: stop it, unless it is over or its leader is told already.
-
-        One that was cut by a selector, or by another gateway's stop, is over by now in nearly all
-        cases; if not, its leader may never have seen the two together.
-        """
+        """Nobody waits for it any more: stop it, as soon as its group's policy has that noticed."""
         request.leave()
+        if request.outcome is not None:
+            return
         delay_s = detection.delay_s(
             request.policy,
             stream=request.generation.stream,
-            waited_s=time.time() - request.created,
+            waited_s=time.monotonic() - request.came,
         )
         if delay_s and request.cut is None:
             asyncio.get_running_loop().call_later(delay_s, self._stop_left, request)
         else:
             self._stop_left(request)
 
+    def let_go(self, request: Request) -> None:
+        """Its client does not read: stop it at once, for it is we who noticed, in our own way."""
+        request.leave()
+        self._stop_left(request)
+
     def _stop_left(self, request: Request) -> None:
+        """Stop it, unless it is over or its leader is told already.
+
+        One that was cut by a selector, or by another gateway's stop, is over by now in nearly all
+        cases; if not, its leader may never have seen the two together.
+        """
         if request.outcome is None and not request.leader_told:
             self.stops.issue_for(request, request.cut or Reason.CLIENT_DISCONNECT)
 
@@ -257,6 +282,7 @@ class Gateway:
                 receipt=self.stops.on_receipt,
                 change=self._session_changed,
                 draining=self._group_drains,
+                refused=self._refused,
                 mode=self._mode_changed,
                 load=self._load_changed,
             ),

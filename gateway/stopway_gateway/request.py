@@ -77,10 +77,10 @@ class Refusal:
 
     @property
     def reason(self) -> Reason:
-        """Why the request ended: the client's fault, or that of a group that cannot serve."""
-        if self.status < 500:
-            return Reason.BAD_INPUT
-        return Reason(self.code) if self.code in set(Reason) else Reason.RANK_LOST
+        """Why the request ended: as the code says, or else by the client's fault or the group's."""
+        if self.code in set(Reason):
+            return Reason(self.code)
+        return Reason.BAD_INPUT if self.status < 500 else Reason.RANK_LOST
 
 
 class Request:
@@ -101,6 +101,8 @@ class Request:
         self.trace = trace
         self.client_request_id = client_request_id
         self.created = time.time()
+        self.came = time.monotonic()
+        self.attempt = 1  # at a group
         self.choices = [Choice(index) for index in range(generation.n)]
         self.stop_ids: list[str] = []
         self.group = ""  # set when it is dispatched

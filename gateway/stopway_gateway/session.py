@@ -18,6 +18,7 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
+from stopway_core import names
 from stopway_core.events import Mode
 from stopway_core.types import Outcome, Reason
 from stopway_gateway.request import End, Item, Refusal, Request
@@ -25,7 +26,6 @@ from stopway_gateway.tasks import end_tasks
 
 _LOG = logging.getLogger(__name__)
 _BACKOFF_S = (0.1, 2.0)
-_LOAD = ("running", "waiting", "free", "held", "cached", "drafted", "accepted")
 _MESSAGE_BYTES_MAX = 32 * 1024 * 1024
 
 
@@ -36,6 +36,7 @@ class Listener:
     receipt: Callable[[dict[str, Any]], None]
     change: Callable[[LeaderSession], None]  # it came, went, or has another epoch
     draining: Callable[[LeaderSession, float], None]
+    refused: Callable[[LeaderSession, Request, Refusal], None]
     mode: Callable[[LeaderSession], None]
     load: Callable[[LeaderSession], None]
 
@@ -116,13 +117,13 @@ class LeaderSession:
         request.group = self.group
         request.policy = str(self.hello.get("policy", ""))
         request.epoch = self.epoch
-        request.release = lambda: self._forget(request)
+        request.release = lambda: self.forget(request)
         self.live[request.uid] = request
         self.outstanding += request.generation.cost
         self._send(message)
 
-    def _forget(self, request: Request) -> None:
-        """The outcome is settled."""
+    def forget(self, request: Request) -> None:
+        """Its outcome is settled, or it goes elsewhere."""
         if self.live.pop(request.uid, None) is not None:
             self.outstanding -= request.generation.cost
 
@@ -246,16 +247,16 @@ class LeaderSession:
 
     def _on_refused(self, message: dict[str, Any]) -> None:
         request = self.live.get(message["uid"])
-        if request is not None:
-            status = message.get("status", 400)
-            request.on_refused(
-                Refusal(
-                    status if isinstance(status, int) and 400 <= status < 600 else 400,
-                    str(message.get("message", "refused")),
-                    message.get("code"),
-                    message.get("param"),
-                )
-            )
+        if request is None:
+            return
+        status = message.get("status", 400)
+        refusal = Refusal(
+            status if isinstance(status, int) and 400 <= status < 600 else 400,
+            str(message.get("message", "refused")),
+            message.get("code"),
+            message.get("param"),
+        )
+        self._listener.refused(self, request, refusal)
 
     def _on_out(self, message: dict[str, Any]) -> None:
         for item in message["items"]:
@@ -285,5 +286,5 @@ class LeaderSession:
         request.on_end(int(message["index"]), end)
 
     def _on_load(self, message: dict[str, Any]) -> None:
-        self.load = {key: int(message.get(key) or 0) for key in _LOAD}
+        self.load = {key: int(message.get(key) or 0) for key in names.LOAD}
         self._listener.load(self)

@@ -102,7 +102,9 @@ class StopService:
             record.here[str(request.outcome)] += 1
             _list_stop(request, record.stop.stop_id)
         for group, group_target in groups.items():
-            self._send(record, group, group_target)
+            # Who is not with its leader yet is in its front, which reads nothing but sessions.
+            unready = any(r.group == group and not r.accepted for r in matched)
+            self._send(record, group, group_target, at_once=unready)
         if not target.uids or any(not self._table.mine(uid) for uid in target.uids):
             self.publisher.publish(record.stop, self._gateway_stream, lambda: None)
         self._update(record)
@@ -169,7 +171,7 @@ class StopService:
     def _here_part(self, stop_id: str) -> Part:
         return Part(stop_id, self._here, status=StopStatus.RECLAIMED)
 
-    def _send(self, record: StopRecord, group: str, target: Target) -> None:
+    def _send(self, record: StopRecord, group: str, target: Target, *, at_once: bool) -> None:
         part = Part(record.stop.stop_id, group)
         record.parts[group] = part
         stream = names.stops_stream(self._settings.service_uid, group)
@@ -177,7 +179,7 @@ class StopService:
         part.signed, going = self.publisher.publish(
             stop, stream, lambda: self.resender.direct(part)
         )
-        self.resender.add(part, at_once=not going)
+        self.resender.add(part, at_once=at_once or not going)
 
     # --- what comes back ----------------------------------------------------------------------
 

@@ -138,12 +138,69 @@ def test_sim_runs_a_trace(tmp_path: Path) -> None:
         (["--seed", "-1"], "the seed is -1"),
         (["--split", "--groups", "3"], "3 groups is odd"),
         (["--cancel", "2"], "the share of cancelled requests is 2"),
+        (["--host-loads", "inf:1:1"], "--host-loads 'inf:1:1': PER_S is inf; give a finite number"),
+        (["--host-loads", "1e300:1:1"], "host loads: 0 to 10000 a second"),
+        (["--host-loads", "1:inf:1"], "BLOCKS is inf; give a finite number"),
+        (["--host-loads", "1:1.5:1"], "BLOCKS is 1.5; give a whole number"),
+        (["--host-loads", "1:1:nan"], "SECONDS is nan; give a finite number"),
+        (["--storm", "nan:0.5"], "--storm 'nan:0.5': AT is nan; give a finite number"),
+        (["--storm=-5:0.5"], "a storm comes 0 s or later"),
+        (["--storm", "5:nan"], "SHARE is nan; give a finite number"),
+        (["--lose-rank", "1:nan:1"], "GROUP is nan; give a finite number"),
+        (["--lose-rank", "1:0.5:1"], "GROUP is 0.5; give a whole number"),
+        (["--redis-down", "0:inf"], "TO is inf; give a finite number"),
+        (["--cost-field", "blocks=NaN"], "blocks is nan; give a finite number"),
+        (["--cost-field", "blocks=1e999"], "blocks is inf; give a finite number"),
+        (["--cost-field", f"blocks=1{'0' * 400}"], "blocks is an integer of hundreds of digits"),
+        (["--cost-field", f"decode={'[' * 100_000}"], "is no number; write NAME=VALUE"),
+        (["--prompt", "lognormal:100:1e308"], "is no distribution of lengths"),
+        (["--prompt", "lognormal:100:11"], "SIGMA is 0 to 10"),
+        (["--prompt", "lognormal:1e308:1"], "is no distribution of lengths"),
+        (["--output", "constant:inf"], "is no distribution of lengths"),
+        (["--think", "nan"], "clients are 0 or more, and think 0 to"),
+        (["--think", "inf"], "clients are 0 or more, and think 0 to"),
+        (["--rate", "nan"], "a rate of nan requests a second"),
+        (["--rate", "1e-308"], "a rate of 1e-308 requests a second"),
+        (["--cancel-after", "nan"], "cancels come 0 s or later"),
+        (["--cancel-after-tokens", "1e308"], "cancels come 0 s or later"),
+        (["--deadline-total", "nan"], "deadlines are 0 seconds or more"),
+        (["--groups", "0"], "a fleet of 0 groups; give at least 1"),
+        (["--groups", "0", "--scenario", "cancel-storm"], "a fleet of 0 groups"),
+        (["--requests", "0"], "0 requests; give at least 1"),
+        (["--requests", "0", "--scenario", "cancel-storm"], "0 requests; give at least 1"),
+        (["--check", "-1"], "-1 groups to check; give 0 or more"),
     ],
 )
 def test_what_cannot_be_simulated_is_one_sentence(
     arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     result = stopway("sim", *arguments)
+    assert result.exit_code == Exit.CONFIG
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["sim", "compare"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"blocks": NaN}', "cost: blocks is nan; give a finite number"),
+        ('{"blocks": 1e999}', "cost: blocks is inf; give a finite number"),
+        ('{"blocks": 1e12}', "cost: blocks is 1000000000000; give 1 to 16777216"),
+        ('{"base_s": Infinity}', "cost: base_s is inf; give a finite number"),
+        ('{"base_s": 1e300}', "cost: base_s is 1e+300; give seconds"),
+        ('{"decode": [[1e999, 1]]}', "cost: decode is inf; give a finite number"),
+        ('{"decode": [[1, NaN]]}', "cost: decode is nan; give a finite number"),
+        ("[" * 100_000, "cost: not JSON"),
+    ],
+)
+def test_a_cost_model_that_cannot_be_is_one_sentence(
+    command: str, text: str, message: str, tmp_path: Path
+) -> None:
+    cost = tmp_path / "cost.json"
+    cost.write_text(text)
+    result = stopway(command, "--cost", str(cost))
     assert result.exit_code == Exit.CONFIG
     assert result.stdout == ""
     assert message in result.stderr

@@ -103,7 +103,7 @@ def test_a_rejection_ends_it_with_what_it_has(rig: Rigs) -> None:
     r.turn(r.result(5))
     planned = r.turn(r.result(REJECTED))
     (ended,) = planned.outputs.ended
-    assert (ended.reason, ended.keep, ended.discarded_tokens) == (Reason.ENGINE_ERROR, 1, 0)
+    assert (ended.reason, ended.keep, ended.discarded_tokens) == (Reason.BAD_INPUT, 1, 0)
     assert "grammar" in ended.message and planned.outputs.tokens == []
 
 
@@ -115,7 +115,7 @@ def test_a_rejection_and_what_was_launched_after_it_may_come_in_one_turn(rig: Ri
     r.turn()
     planned = r.turn(r.result(REJECTED), r.result(DROPPED, skip=1))
     (ended,) = planned.outputs.ended
-    assert (ended.reason, ended.keep, ended.discarded_tokens) == (Reason.ENGINE_ERROR, 1, 0)
+    assert (ended.reason, ended.keep, ended.discarded_tokens) == (Reason.BAD_INPUT, 1, 0)
     assert r.counts[2] == 0
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from stopway_core import names
 from stopway_core.events import Mode
 from stopway_core.signing import sign
 from stopway_core.types import Reason, Stop, Target
 from stopway_core.wire import Decoder, Frame, FrameKind
 from stopway_engine.config import PodConfig
-from stopway_engine.front.checks import CHECKERS
+from stopway_engine.front.checks import CHECKERS, WAITING_MAX
 from stopway_engine.front.hub import Hub
-from stopway_engine.front.requests import DEADLINE_S_MIN
 from stopway_engine.grammar import spec
 from stopway_engine.tokenizer import Detokenizer
 
@@ -196,7 +196,8 @@ def slow_checks(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[
 
 
 def stop_of(*uids: str, tenant: str = "t", admin: bool = False) -> dict[str, Any]:
-    stop = Stop("stop-1", Target(uids=uids), Reason.CLIENT_DISCONNECT, tenant, admin=admin)
+    target, reason = Target(uids=uids), Reason.CLIENT_DISCONNECT
+    stop = Stop(f"stop-{tenant}", target, reason, tenant, admin, issued_at=time.time())
     return sign(stop, "0123456789abcdef")
 
 
@@ -225,7 +226,6 @@ async def test_nobody_checks_the_grammar_of_one_who_has_left(
     uids = [f"a{n}" for n in range(20)]
     tasks = [asyncio.create_task(hub.submit(session, submit(uid, grammar=uid))) for uid in uids]
     await asyncio.sleep(0)
-    hub.stop(stop_of(*uids, tenant="other"))  # may stop none of them
     if how == "lost":
         hub.closed(session)
     else:
@@ -253,11 +253,129 @@ async def test_deadlines_run_while_a_grammar_is_checked(
     hub: Hub, session: FakeSession, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spec, "check", lambda _: time.sleep(0.05))
-    deadlines = {"queue": None, "first_token": 0.02, "total": 60.0}
+    deadlines = {"queue": None, "first_token": 30.0, "total": 60.0}
     await hub.submit(session, submit("a", grammar="a", deadlines=deadlines))
     (body,) = engine.submits
-    queue, first, total = (body["deadlines"][name] for name in ("queue", "first_token", "total"))
-    assert queue is None and first == DEADLINE_S_MIN and total <= 60.0 - 0.05
+    queue, first, total = body["deadlines"]
+    assert queue is None and first <= 30.0 - 0.05 and total <= 60.0 - 0.05
+
+
+@pytest.mark.parametrize(
+    ("deadline", "status", "code"),
+    [
+        ("queue", 429, "deadline_queue"),
+        ("first_token", 504, "deadline_ttft"),
+        ("total", 504, "deadline_total"),
+    ],
+)
+@pytest.mark.parametrize("where", ["line", "check", "tokenizing"])
+async def test_a_deadline_ends_what_the_front_still_has(
+    hub: Hub,
+    session: FakeSession,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    deadline: str,
+    status: int,
+    code: str,
+) -> None:
+    go_on, checked = slow_checks(monkeypatch)
+    before = CHECKERS if where == "line" else 0
+    tasks = [
+        asyncio.create_task(hub.submit(session, submit(f"b{n}", grammar="b")))
+        for n in range(before)
+    ]
+    await asyncio.sleep(0)
+    message = submit("a", grammar="a", deadlines={deadline: 0.02})
+    if where == "tokenizing":
+        monkeypatch.setattr(Codec, "encode", lambda *_, **__: go_on.wait(10) and [1])
+        message["grammar"] = ""
+    await hub.submit(session, message)  # although no check has ended
+    (refused,) = session.of("refused")
+    assert (refused["uid"], refused["status"], refused["code"]) == ("a", status, code)
+    assert f"the {deadline} deadline" in refused["message"]
+    go_on.set()
+    await asyncio.gather(*tasks)
+    assert {body["uid"] for body in engine.submits} == {f"b{n}" for n in range(before)}
+    assert where == "check" or "a" not in checked
+
+
+async def test_the_services_deadlines_run_in_the_front_too(session: FakeSession) -> None:
+    config = PodConfig(secret="0123456789abcdef", deadline_queue_s=5.0, deadline_total_s=60.0)
+    hub = Hub(config, Codec(), lambda receipt: None)
+    engine = Engine(hub)
+    engine.connect(1)
+    await hub.submit(session, submit("a", deadlines={"total": 9.0}))
+    (body,) = engine.submits
+    queue, first, total = body["deadlines"]
+    assert 0 < queue <= 5.0 and first is None and 0 < total <= 9.0
+
+
+async def test_a_tenant_may_have_so_many_grammars_in_the_line(
+    hub: Hub, session: FakeSession, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, _ = slow_checks(monkeypatch)
+
+    def start(uid: str, tenant: str = "t") -> asyncio.Task[None]:
+        return asyncio.create_task(hub.submit(session, submit(uid, grammar=uid, tenant=tenant)))
+
+    tasks = [start(f"a{n}") for n in range(CHECKERS + WAITING_MAX)]
+    await asyncio.sleep(0)
+    await start("late")
+    (refused,) = session.of("refused")
+    assert (refused["uid"], refused["status"], refused["code"]) == ("late", 429, "queue_full")
+    tasks += [start("other", "other")]
+    hub.stop(stop_of(f"a{CHECKERS}"))
+    await tasks[CHECKERS]  # its place is free
+    tasks += [start("again")]
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(*tasks)
+    assert len(engine.submits) == CHECKERS + WAITING_MAX + 1
+    assert {"other", "again"} <= {body["uid"] for body in engine.submits}
+
+
+async def test_the_leader_is_not_sent_what_has_waited_too_long_here(
+    hub: Hub, session: FakeSession, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would say that the attempt is too old, and to look at the clocks."""
+    go_on, _ = slow_checks(monkeypatch)
+    minted_at = time.time() - hub.config.submit_age_s + 0.1
+    await hub.submit(session, submit("a", grammar="a", minted_at=minted_at))
+    go_on.set()
+    (refused,) = session.of("refused")
+    assert (refused["status"], refused["code"]) == (429, "queue_full")
+    await hub.submit(session, submit("b", minted_at=minted_at - 1))
+    assert [body["uid"] for body in engine.submits] == ["b"]  # it came too old: the leader says so
+
+
+async def test_a_prompt_that_cannot_fit_costs_no_check(
+    hub: Hub, session: FakeSession, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, checked = slow_checks(monkeypatch)
+    await hub.submit(session, submit("a", grammar="a", prompt={"text": "x" * 101}))
+    (refused,) = session.of("refused")
+    assert refused["code"] == "context_length_exceeded" and not checked and not engine.submits
+
+
+async def test_a_check_that_failed_may_be_tried_again(
+    hub: Hub, session: FakeSession, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(_: str) -> None:
+        raise spec.CheckError("busy")
+
+    monkeypatch.setattr(spec, "check", check)
+    await hub.submit(session, submit("a", grammar="a"))
+    (refused,) = session.of("refused")
+    assert (refused["status"], refused["code"]) == (503, "grammar_check_failed")
+    assert refused["message"] == "busy" and not engine.submits
+
+
+async def test_a_group_that_drains_says_so(hub: Hub, session: FakeSession, engine: Engine) -> None:
+    engine.say(draining=30.0)
+    await hub.submit(session, submit("a"))
+    (refused,) = session.of("refused")
+    assert (refused["status"], refused["code"]) == (503, "drain") and not engine.submits
 
 
 # --- modes ------------------------------------------------------------------------------------
@@ -282,9 +400,12 @@ def test_a_lost_rank_does_not_resume_a_paused_group(
     hub.set_mode(Mode.FROZEN)
     engine.say(mode="keep")
     hub.engine_lost()
-    engine.connect(2)  # a leader that knows of nothing
+    session.sent.clear()
+    engine.connect(2)  # a leader that knows of nothing, and says that it runs
     assert engine.told[0] == {"mode": "keep"}  # before any request can be
+    assert session.of("hello")[0]["mode"] == "keep" and not session.of("mode")
     engine.say(mode="keep")
+    assert session.of("mode") == [{"type": "mode", "mode": "keep"}]
     assert hub.hello()["mode"] == "keep"
     hub.set_mode(Mode.RUNNING)
     engine.say(mode="running")
@@ -332,7 +453,7 @@ async def test_draft_figures_come_with_the_end_and_with_the_load(
         "accepted_tokens": 4,
         "message": "",
     }
-    engine.say(ended=[end], load=[1, 2, 3, 4, 5, 6, 4])
+    engine.say(ended=[end], load=dict(zip(names.LOAD, (1, 2, 3, 4, 5, 6, 4), strict=True)))
     (ended,) = session.of("end")
     assert (ended["drafted_tokens"], ended["accepted_tokens"]) == (6, 4)
     assert (ended["finish_reason"], ended["reason"]) == ("stop", "grammar_end")

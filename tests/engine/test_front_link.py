@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from stopway_core import names
 from stopway_core.events import Ended, Mode, Outputs, Submit
 from stopway_core.planner import Planned
 from stopway_core.turn import Turn
@@ -87,7 +88,14 @@ def test_an_end_has_its_draft_figures() -> None:
         traceparent="",
     )
     planned = Planned(Turn(1), None, [], Outputs(ended=[ended]))
-    body, _ = outputs_frame(planned, [], (1, 2, 3, 4, 5, 6, 5))
-    assert body["load"] == (1, 2, 3, 4, 5, 6, 5)
+    body, _ = outputs_frame(planned, [], None)
+    assert "load" not in body
     (end,) = body["ended"]
     assert (end["key"], end["drafted_tokens"], end["accepted_tokens"]) == (4, 6, 5)
+
+
+def test_the_load_goes_by_name() -> None:
+    load = dict.fromkeys(names.LOAD, 3)
+    body, _ = outputs_frame(None, [], load)
+    (frame,) = Decoder().feed(encode(FrameKind.FRONT_OUT, body))
+    assert frame.body == {"load": load}

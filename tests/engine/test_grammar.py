@@ -256,14 +256,3 @@ def test_the_compiler_says_what_is_wrong_and_goes_on(compiler, compiled, grammar
     assert "unclosed" in found[0][1] and found[1][1] == found[2][1] == ""
     assert 8 not in grammars and 9 in grammars and grammars[1] is before
     assert compiler.take() == []
-
-
-def test_a_codec_that_cannot_be_loaded_is_the_grammars_error():
-    def load():
-        raise OSError("no such model")
-
-    compiler = GrammarCompiler(load)
-    compiler.start()
-    compiler.compile(1, canonical({"regex": "a"}))
-    assert take(compiler, 1) == [(1, "no such model")] and compiler.table == {}
-    compiler.finish(10)

@@ -1,6 +1,10 @@
 """Which constraints are taken, what is said about the others, and that none of them hangs."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -8,8 +12,10 @@ import pytest
 from stopway_engine.grammar.probe import trial
 from stopway_engine.grammar.spec import (
     CHECK_SECONDS_MAX,
+    EXIT_MEMORY,
     PATTERN_BYTES_MAX,
     TEXT_BYTES_MAX,
+    CheckError,
     GrammarError,
     canonical,
     check,
@@ -133,3 +139,80 @@ def test_hostile_constraints_end_in_a_bounded_error(constraint):
 def test_a_trial_takes_a_walk():
     assert trial(source_of('{"regex": "[ab]{100}"}')) == ""
     assert "NoExtension" in trial(source_of(canonical({"json_schema": {"$ref": "#"}})))
+
+
+@pytest.fixture
+def probes(monkeypatch):
+    """What the probes are to do, in their order, instead of running; how they were called."""
+    outcomes, calls = [], []
+
+    def run(command, **options):
+        calls.append(options)
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return subprocess.CompletedProcess(command, outcome, b"", b"")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return outcomes, calls
+
+
+@pytest.mark.parametrize(
+    "failure", [subprocess.TimeoutExpired("probe", 5), 1, -signal.SIGKILL, -signal.SIGTERM]
+)
+def test_a_check_that_failed_says_nothing_about_its_grammar(probes, failure):
+    outcomes, calls = probes
+    outcomes += [failure, 0]
+    text = canonical({"regex": f"busy {failure}"})
+    with pytest.raises(CheckError, match="send the request again"):
+        check(text)
+    check(text)  # tried anew, and good
+    check(text)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    "code", [-signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV, EXIT_MEMORY], ids=str
+)
+def test_what_the_limits_end_is_the_grammars_fault_and_remembered(probes, code):
+    outcomes, calls = probes
+    outcomes.append(code)
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="too much time or memory"):
+            check(canonical({"regex": f"hostile {code}"}))
+    assert len(calls) == 1
+
+
+def test_the_probe_is_told_no_secret(probes, monkeypatch):
+    monkeypatch.setenv("STOPWAY_SECRET", "s")
+    monkeypatch.setenv("STOPWAY_REDIS_URL", "redis://:password@redis")
+    monkeypatch.setenv("PYTHONPATH", "somewhere")
+    outcomes, calls = probes
+    outcomes.append(0)
+    check(canonical({"regex": "secret"}))
+    assert calls[0]["env"] == {"PATH": os.environ["PATH"], "PYTHONPATH": "somewhere"}
+
+
+@pytest.mark.parametrize(
+    ("act", "code"),
+    [
+        ("open('/dev/null')", 24),
+        ("os.write(file, b'x')", 27),
+        ("bytearray(2 << 30)", EXIT_MEMORY),
+        ("[0 for _ in iter(int, 1)]", -signal.SIGXCPU),
+    ],
+    ids=["files", "writes", "memory", "time"],
+)
+def test_the_probe_bounds_itself(tmp_path, act, code):
+    program = f"""
+import os, sys
+from stopway_engine.grammar import probe
+file = os.open({str(tmp_path / "file")!r}, os.O_WRONLY | os.O_CREAT)
+probe.trial = lambda _: {act}
+try:
+    probe.main()
+except OSError as error:
+    sys.exit(error.errno)
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdin=subprocess.DEVNULL, check=False)
+    assert done.returncode == code

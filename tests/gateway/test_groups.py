@@ -199,6 +199,77 @@ async def test_a_leaders_refusal_says_when_to_come_again(
     assert shown.json()["reason"] == reason
 
 
+DRAINS = {"status": 503, "message": "this group is draining", "code": "drain", "param": None}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_group_that_begins_to_drain_refuses_another_takes(
+    make: Make, leader: Leader, second: Leader, stream: bool
+) -> None:
+    stack = await make([leader, second])
+    leader.plan = Plan(refuse=DRAINS)
+    talk = completion(metadata={"conversation_id": "c"}, deadlines={"total": 9}, stream=stream)
+    first = await stack.client.post("/v1/completions", json=talk)
+    assert first.status_code == 200, first.text
+    (uid,) = leader.seen
+    assert second.seen == [uid]
+    before, after = (each.jobs[uid].message for each in (leader, second))
+    assert (before["attempt"], after["attempt"]) == (1, 2)
+    assert after["minted_at"] >= before["minted_at"]
+    assert after["deadlines"]["total"] <= before["deadlines"]["total"] <= 9
+    shown = (await stack.client.get(f"/v1/requests/{uid}")).json()
+    assert (shown["group"], shown["outcome"]) == ("g1", "finished")
+    await stack.client.post("/v1/completions", json=talk)  # its home is there now
+    assert (len(leader.seen), len(second.seen)) == (1, 2)
+    assert {s.group: (len(s.live), s.outstanding) for s in stack.gateway.registry.sessions()} == {
+        "g0": (0, 0),
+        "g1": (0, 0),
+    }
+
+
+async def test_one_that_two_groups_refuse_is_refused(
+    make: Make, leader: Leader, second: Leader
+) -> None:
+    third = Leader("g2")
+    await third.start()
+    stack = await make([leader, second, third])
+    for each in (leader, second, third):
+        each.plan = Plan(refuse=DRAINS)
+    reply = await stack.client.post("/v1/completions", json=completion())
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "drain")
+    assert sum(len(each.seen) for each in (leader, second, third)) == 2
+    await third.stop()
+
+
+async def test_one_that_was_stopped_goes_to_no_other_group(
+    make: Make, leader: Leader, second: Leader
+) -> None:
+    stack = await make([leader, second])
+    leader.plan = Plan(accept=False, end_on_stop=False)
+    task = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))
+    await leader.wait_for(lambda: leader.seen)
+    (uid,) = leader.seen
+    await stack.client.post(f"/v1/requests/{uid}/cancel")
+    await leader.send({"type": "refused", "uid": uid, **DRAINS})
+    assert (await task).json()["choices"][0]["stop_reason"] == "client_cancel"
+    assert not second.seen
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "outcome"),
+    [(429, "deadline_queue", "stopped"), (504, "deadline_total", "stopped")],
+)
+async def test_a_deadline_that_ended_at_the_front_is_one(
+    stack: Stack, leader: Leader, status: int, reason: str, outcome: str
+) -> None:
+    leader.plan = Plan(refuse={"status": status, "message": "late", "code": reason, "param": None})
+    reply = await stack.client.post("/v1/completions", json=completion())
+    assert (reply.status_code, reply.json()["error"]["code"]) == (status, reason)
+    uid = reply.headers["x-request-id"]
+    shown = (await stack.client.get(f"/v1/requests/{uid}")).json()
+    assert (shown["reason"], shown["outcome"]) == (reason, outcome)
+
+
 async def test_abort_ends_what_runs(stack: Stack, leader: Leader) -> None:
     leader.plan = Plan(chunks=None, pace_s=0.005)
     task = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from stopway_core.config import PlannerConfig
 from stopway_core.events import Event, StopSignal, Submit
-from stopway_core.planner import Planned, PlannerConfig
+from stopway_core.planner import Planned
 from stopway_core.policies import POLICIES
 from stopway_core.types import Deadlines, Reason, SamplingParams, Stop, Submission, Target
 from stopway_sim import Group, GroupShape

@@ -36,7 +36,8 @@ def test_a_cost_model_travels_as_json() -> None:
         ("[]", "JSON object"),
         ('{"blokcs": 4}', "unknown field 'blokcs'; known are tensor"),
         ('{"blocks": 4.5}', "blocks is 4.5; give a whole number"),
-        ('{"blocks": 0}', "blocks is 0; give at least 1"),
+        ('{"blocks": 0}', "blocks is 0; give 1 to"),
+        ('{"pipeline": 100000}', "pipeline is 100000; give 1 to 1024"),
         ('{"base_s": "x"}', "base_s is 'x'; give a number"),
         ('{"base_s": -1}', "give seconds"),
         ('{"decode": []}', "decode has no points"),
@@ -69,6 +70,9 @@ def test_a_trace_is_read_by_its_header() -> None:
         (["arrival,prompt,output", "1,2,3", "x,2,3"], "t.csv, line 3, column 'arrival': 'x'"),
         (["arrival,prompt,output", "-1,2,3"], "line 2, column 'arrival': '-1' is no time"),
         (["arrival,prompt,output", "nan,2,3"], "line 2, column 'arrival': 'nan' is no time"),
+        (["arrival,prompt,output", "1e300,2,3"], "column 'arrival': '1e300' is no time"),
+        (["arrival,prompt,output", f"1,{'9' * 5000},3"], "column 'prompt': '9+' is no count"),
+        (["arrival,prompt,output", f"1,{'9' * 200_000},3"], "t.csv, line 2: field larger"),
         (["arrival,prompt,output", "1,2.5,3"], "line 2, column 'prompt': '2.5' is no count"),
         (["arrival,prompt,output", "1,2,0"], "line 2, column 'output': '0' is no count"),
         (["arrival,prompt,output", "1,50,60"], "line 2, column 'output': 50 . 60 tokens exceed"),
@@ -104,6 +108,17 @@ def test_calibration_finds_the_model_that_was_measured() -> None:
         ({}, "must have a list of that name"),
         ({"step_times": [{"decode": 1}]}, r"step_times\[0\]: give decode"),
         ({"step_times": [{"decode": 1, "prefill": 0, "seconds": 0.1}]}, "at least two numbers"),
+        (
+            {"step_times": [{"decode": float("inf"), "prefill": 0, "seconds": 0.1}]},
+            r"step_times\[0\]: give decode",
+        ),
+        (
+            {"step_times": [{"decode": 1, "prefill": 0, "seconds": float("nan")}]},
+            r"step_times\[0\]: give decode",
+        ),
+        ({"step_times": steps(CostModel()), "cost": {"blocks": float("nan")}}, "blocks is nan"),
+        ({"step_times": steps(CostModel()), "cost": {"turn_s": float("inf")}}, "turn_s is inf"),
+        ({"step_times": steps(CostModel()), "cost": [1]}, "must be an object"),
     ],
 )
 def test_calibration_says_what_to_measure(measured: dict[str, object], message: str) -> None:

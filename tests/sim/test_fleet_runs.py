@@ -212,7 +212,10 @@ def test_lengths_that_are_none_say_how_they_are_written(text: str) -> None:
         ({"groups": 0}, "at least 1"),
         ({"groups": 3, "split": True}, "odd"),
         ({"faults": (RankLost(1.0, 9, 1.0),)}, "groups are 0 to 3"),
+        ({"faults": (RankLost(float("nan"), 0, 1.0),)}, "lost at 0 s or later"),
         ({"redis_down": ((2.0, 1.0),)}, "time after it"),
+        ({"checked": -1}, "groups to check"),
+        ({"host_loads": HostLoads(float("inf"))}, "0 to 10000 a second"),
         ({"host_loads": HostLoads(1.0), "cost": replace(SMALL, blocks=64)}, "at least"),
     ],
 )
@@ -228,6 +231,9 @@ def test_fleets_that_cannot_be(change: dict[str, object], message: str) -> None:
         ({"rate": 0.0}, "more than 0"),
         ({"shared": 1.5}, "share of shared prefixes is 1.5"),
         ({"storms": (Storm(3.0, 2.0),)}, "a storm at 3 s"),
+        ({"storms": (Storm(-5.0, 0.5),)}, "a storm comes 0 s or later"),
+        ({"think_s": float("inf")}, "think 0 to"),
+        ({"deadlines": Deadlines(total=float("nan"))}, "deadlines are 0 seconds or more"),
         ({"cancels": Cancels(share=0.1, after_tokens=0.0)}, "more than 0 tokens"),
     ],
 )

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from stopway_core.config import PlannerConfig
 from stopway_core.events import StopSignal, Submit
-from stopway_core.planner import PlannerConfig
 from stopway_core.policies import POLICIES
 from stopway_core.types import Reason, SamplingParams, Stop, Submission, Target
 from stopway_sim import Group, GroupShape, Seeded, SimFailure, World

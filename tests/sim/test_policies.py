@@ -89,7 +89,7 @@ def test_vllm_preempts_the_tail_which_comes_back_first(stack: Stacks) -> None:
     s.turn(*[s.submit(uid, (n, 2, 3, 4), 5) for n, uid in enumerate("abc", 1)])
     planned = s.turn(s.submit("d", B), *s.steps())
     assert planned.turn.preempts == [3]
-    head = s.group.planner._schedule.waiting.head()
+    head = s.group.planner.schedule.waiting.head()
     assert head is not None and head.uid == "c"
     s.finish()
 
@@ -145,13 +145,13 @@ def test_sglang_retracts_to_the_tail_and_makes_room_in_the_cache(stack: Stacks) 
     s = stack(policy="sglang", blocks=5, pipeline=1)
     s.turn(s.submit("old", (40, 41, 42, 43, 44), 1))
     s.turn(*s.steps())
-    before = s.group.planner._schedule._reserves._ratio
+    before = s.group.planner.schedule._reserves._ratio
     preempted(s, blocks=2)
     assert s.preempting.turn.evicts > 0  # the cache of the one that had ended
     s.turn(s.submit("c", (50, 51), 1))
-    waiting = s.group.planner._schedule.waiting
+    waiting = s.group.planner.schedule.waiting
     assert s.place("a") is Place.PREEMPTED and waiting.head().uid == "a"
-    assert s.group.planner._schedule._reserves._ratio != before
+    assert s.group.planner.schedule._reserves._ratio != before
     s.turn(s.stop("s", "b"))
     planned = s.turn(*s.steps())
     assert [e.uid for e in planned.outputs.ended] == ["b"]
@@ -166,7 +166,7 @@ def test_sglang_puts_who_is_retracted_behind_those_who_wait(stack: Stacks) -> No
     s.turn(s.submit("b", (9, 2, 3, 4), 3), s.submit("a", FOUR, 3), s.submit("c", B[:9], 1))
     assert s.group.begin_load([1, 1, 1, 1]) is not None
     assert s.turn(*s.steps()).turn.preempts == [2]
-    waiting = s.group.planner._schedule.waiting
+    waiting = s.group.planner.schedule.waiting
     assert len(waiting) == 2 and waiting.head().uid == "c"
 
 

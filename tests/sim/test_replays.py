@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from stopway_core.config import PlannerConfig
 from stopway_core.events import StopSignal, Submit
-from stopway_core.planner import PlannerConfig
 from stopway_core.types import Reason, SamplingParams, Stop, Submission, Target
 from stopway_sim import Group, GroupShape
 

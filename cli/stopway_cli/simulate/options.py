@@ -23,6 +23,7 @@ from stopway_sim.fleet import (
     Workload,
     read_trace,
 )
+from stopway_sim.fleet.limits import finite
 
 GROUPS, REQUESTS = 4, 1000
 
@@ -73,7 +74,9 @@ class Plan:
 def plan(options: Options) -> Plan:
     """Read the files and check everything. Raises ``FleetError`` that says what to change."""
     name, about = options.scenario or "custom", "as given on the command line"
-    fleet, workload = FleetConfig(groups=options.groups or GROUPS), Workload()
+    groups = GROUPS if options.groups is None else options.groups
+    requests = REQUESTS if options.requests is None else options.requests
+    fleet, workload = FleetConfig(groups=groups), Workload(requests=requests)
     if options.scenario:
         scenario = SCENARIOS.get(options.scenario)
         if scenario is None:
@@ -81,8 +84,7 @@ def plan(options: Options) -> Plan:
                 f"{options.scenario!r} is no scenario; choose one of {', '.join(SCENARIOS)}"
             )
         about = scenario.about
-        groups = GROUPS if options.groups is None else options.groups
-        fleet, workload = scenario.plan(groups, options.requests or REQUESTS)
+        fleet, workload = scenario.plan(groups, requests)
     fleet = replace(fleet, **_fleet(options, fleet))
     workload = replace(workload, **_workload(options, workload))
     trace: list[Spec] | None = None
@@ -120,10 +122,12 @@ def _fleet(options: Options, base: FleetConfig) -> dict[str, Any]:
         per_s, blocks, seconds = _numbers(
             "--host-loads", options.host_loads, "PER_S:BLOCKS:SECONDS"
         )
-        found["host_loads"] = HostLoads(per_s, int(blocks), seconds)
+        found["host_loads"] = HostLoads(per_s, _whole("--host-loads", "BLOCKS", blocks), seconds)
     if options.lose_rank:
         lost = [_numbers("--lose-rank", text, "AT:GROUP:DOWN_S") for text in options.lose_rank]
-        found["faults"] = tuple(RankLost(at, int(group), down) for at, group, down in lost)
+        found["faults"] = tuple(
+            RankLost(at, _whole("--lose-rank", "GROUP", group), down) for at, group, down in lost
+        )
     if options.redis_down:
         down = [_numbers("--redis-down", text, "FROM:TO") for text in options.redis_down]
         found["redis_down"] = tuple((start, end) for start, end in down)
@@ -132,7 +136,6 @@ def _fleet(options: Options, base: FleetConfig) -> dict[str, Any]:
 
 def _workload(options: Options, base: Workload) -> dict[str, Any]:
     found = _given(
-        requests=options.requests,
         rate=options.rate,
         clients=options.clients,
         think_s=options.think_s,
@@ -156,8 +159,6 @@ def _workload(options: Options, base: Workload) -> dict[str, Any]:
         storms = [_numbers("--storm", text, "AT:SHARE") for text in options.storms]
         found["storms"] = tuple(Storm(at, share) for at, share in storms)
     if any(seconds is not None for seconds in options.deadlines):
-        if any(seconds is not None and seconds < 0 for seconds in options.deadlines):
-            raise FleetError("deadlines are 0 seconds or more")
         found["deadlines"] = Deadlines(*options.deadlines)
     return found
 
@@ -170,14 +171,23 @@ def _numbers(option: str, text: str, form: str) -> list[float]:
         numbers = []
     if len(numbers) != form.count(":") + 1:
         raise FleetError(f"{option} {text!r}: write it as {form}, in numbers")
-    return numbers
+    return [
+        finite(f"{option} {text!r}: {name}", number)
+        for name, number in zip(form.split(":"), numbers, strict=True)
+    ]
+
+
+def _whole(option: str, name: str, number: float) -> int:
+    if not number.is_integer():
+        raise FleetError(f"{option}: {name} is {number:g}; give a whole number")
+    return int(number)
 
 
 def _field(text: str) -> tuple[str, Any]:
     name, found, value = text.partition("=")
     try:
         return name, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         what = f"{value!r} is no number" if found else "there is no ="
         raise FleetError(f"--cost-field {text!r}: {what}; write NAME=VALUE") from None
 

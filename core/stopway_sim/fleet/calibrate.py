@@ -12,6 +12,7 @@ from stopway_core.policy import Policy
 from stopway_sim.fleet.config import FleetConfig
 from stopway_sim.fleet.cost import CostModel, Points, curve
 from stopway_sim.fleet.errors import FleetError
+from stopway_sim.fleet.limits import is_duration
 from stopway_sim.fleet.run import simulate
 from stopway_sim.fleet.workload import Spec, Workload
 
@@ -40,7 +41,10 @@ def calibrate(measured: Mapping[str, Any], otherwise: CostModel | None = None) -
         if tokens:
             prefill.setdefault(tokens, []).append(s - base - curve(decode, rows))
     points = _rising({tokens: median(found) for tokens, found in prefill.items()})
-    more = {**model.to_json(), **measured.get("cost", {})}
+    cost = measured.get("cost", {})
+    if not isinstance(cost, Mapping):
+        raise FleetError("cost: the measurements' cost must be an object of the model's fields")
+    more = {**model.to_json(), **cost}
     return CostModel.from_json({**more, "base_s": base, "decode": decode, "prefill": points})
 
 
@@ -52,10 +56,10 @@ def _steps(found: Any) -> dict[tuple[int, int], float]:
         try:
             rows, tokens = int(step["decode"]), int(step["prefill"])
             seconds = float(step["seconds"])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             rows = tokens = -1
             seconds = 0.0
-        if rows < 0 or tokens < 0 or not 0 < seconds < float("inf"):
+        if rows < 0 or tokens < 0 or not seconds or not is_duration(seconds):
             raise FleetError(
                 f"step_times[{index}]: give decode (rows), prefill (tokens) and seconds (> 0)"
             )

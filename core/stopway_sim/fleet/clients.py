@@ -47,7 +47,8 @@ class GivingUp:
         request.prefill_at_act = request.prefilled
         cell.tally.counts["given_up"] += 1
         gone = request.spec.disconnect
-        request.issued_at = cell.outside.detected_at(now) if gone else now
+        detection_s = cell.outside.detection_s(now - request.sent_at) if gone else 0.0
+        request.issued_at = now + detection_s
         cell.events.at(request.issued_at, self._issue, request)
         cell.closed.next(request.spec, now)
 

@@ -8,7 +8,9 @@ from stopway_core.policies import POLICIES
 from stopway_core.policy import Policy
 from stopway_sim.fleet.cost import CostModel
 from stopway_sim.fleet.errors import FleetError
+from stopway_sim.fleet.limits import is_duration
 
+HOST_LOADS_PER_S_MAX = 10_000.0
 DISPATCH_WAIT_S = 10.0  # a gateway waits so long for a ready group
 
 
@@ -54,6 +56,8 @@ class FleetConfig:
     def __post_init__(self) -> None:
         if self.groups < 1:
             raise FleetError(f"a fleet of {self.groups} groups; give at least 1")
+        if self.checked < 0:
+            raise FleetError(f"{self.checked} groups to check; give 0 or more")
         if self.split and self.groups % 2:
             raise FleetError(f"a split fleet is made of pairs; {self.groups} groups is odd")
         longest = -(-self.cost.max_model_len // self.cost.block_size)
@@ -64,15 +68,19 @@ class FleetConfig:
                 "a smaller max_model_len"
             )
         loads = self.host_loads
-        if loads.per_s < 0 or loads.blocks < 1 or loads.seconds < 0:
-            raise FleetError("host loads: 0 or more a second, of 1 block or more, for 0 s or more")
+        much = 0 <= loads.per_s <= HOST_LOADS_PER_S_MAX
+        if not much or loads.blocks < 1 or not is_duration(loads.seconds):
+            raise FleetError(
+                f"host loads: 0 to {HOST_LOADS_PER_S_MAX:g} a second, of 1 block or more, for 0 s "
+                "or more"
+            )
         for fault in self.faults:
             if not 0 <= fault.group < self.groups:
                 raise FleetError(
                     f"a rank of group {fault.group} is to be lost; groups are 0 to "
                     f"{self.groups - 1}"
                 )
-            if fault.at_s < 0 or fault.down_s <= 0:
+            if not is_duration(fault.at_s) or not fault.down_s or not is_duration(fault.down_s):
                 raise FleetError("a rank is lost at 0 s or later, and for longer than 0 s")
         for start, end in self.redis_down:
             if not 0 <= start < end:

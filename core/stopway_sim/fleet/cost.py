@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from stopway_sim.fleet.errors import FleetError
+from stopway_sim.fleet.limits import COUNT_MAX, SECONDS_MAX, finite, is_duration
 
+SHAPE_MAX = 1024  # each step has a list of its stages
 Points = tuple[tuple[int, float], ...]
 """(amount, seconds): a piecewise linear curve; beyond the last point its last slope goes on."""
 
@@ -72,10 +74,14 @@ class CostModel:
             if isinstance(value, tuple):
                 _check_points(field.name, value)
             elif field.name.endswith("_s"):
-                if not 0 <= value < float("inf"):
-                    raise FleetError(f"cost: {field.name} is {value}; give seconds, 0 or more")
-            elif value < 1:
-                raise FleetError(f"cost: {field.name} is {value}; give at least 1")
+                if not is_duration(value):
+                    raise FleetError(
+                        f"cost: {field.name} is {value}; give seconds, 0 to {SECONDS_MAX:g}"
+                    )
+            else:
+                most = SHAPE_MAX if field.name in ("tensor", "pipeline", "layers") else COUNT_MAX
+                if not 1 <= value <= most:
+                    raise FleetError(f"cost: {field.name} is {value}; give 1 to {most}")
         if self.base_s + self.decode[0][1] <= 0:
             raise FleetError("cost: a step takes no time; give base_s or decode more than 0")
 
@@ -115,7 +121,7 @@ class CostModel:
         """``from_json`` of a document's text."""
         try:
             value = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FleetError(f"cost: not JSON: {error}") from None
         return cls.from_json(value)
 
@@ -123,17 +129,20 @@ class CostModel:
 def _field(name: str, kind: str, given: Any) -> Any:
     if kind == "Points":
         try:
-            return tuple((_number(name, x, whole=True), float(y)) for x, y in given)
+            return tuple((_number(name, x, whole=True), _number(name, y)) for x, y in given)
+        except FleetError:
+            raise
         except (TypeError, ValueError):
             raise FleetError(f"cost: {name} must be a list of [amount, seconds] pairs") from None
     return _number(name, given, whole=kind == "int")
 
 
-def _number(name: str, given: Any, *, whole: bool) -> Any:
+def _number(name: str, given: Any, *, whole: bool = False) -> Any:
     number = isinstance(given, (int, float)) and not isinstance(given, bool)
-    if not number or (whole and given != int(given)):
+    value = finite(f"cost: {name}", given) if number else 0.0
+    if not number or (whole and not value.is_integer()):
         raise FleetError(f"cost: {name} is {given!r}; give a {'whole ' if whole else ''}number")
-    return int(given) if whole else float(given)
+    return int(given) if whole else value
 
 
 def _check_points(name: str, points: Points) -> None:
@@ -141,9 +150,9 @@ def _check_points(name: str, points: Points) -> None:
         raise FleetError(f"cost: {name} has no points")
     before = (0, 0.0)
     for amount, seconds in points:
-        if amount <= before[0] or not before[1] <= seconds < float("inf"):
+        if not before[0] < amount <= COUNT_MAX or not before[1] <= seconds <= SECONDS_MAX:
             raise FleetError(
-                f"cost: {name} must rise from point to point (amounts strictly), and "
-                f"[{amount}, {seconds}] follows [{before[0]}, {before[1]}]"
+                f"cost: {name} must rise from point to point (amounts strictly, to {COUNT_MAX}), "
+                f"and [{amount}, {seconds}] follows [{before[0]}, {before[1]}]"
             )
         before = (amount, seconds)

@@ -10,13 +10,9 @@ The planner takes the policy itself. Here are the things that happen before and 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from stopway_core.policy import Detection, Order, Policy
-
-GRACE_S = 2.0
-POLL_S = 1.0
+from stopway_core.policy import Detection, Order, Policy, detection_delay_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +28,9 @@ class Outside:
         """Read the policy's choices."""
         return cls(policy.detection, policy.order is not Order.FIFO, policy.fenced)
 
-    def detected_at(self, gone_at: float) -> float:
-        """When the gateway issues the stop for a client that went at ``gone_at`` (seconds)."""
-        if self.detection is Detection.GRACE_2S:
-            return gone_at + GRACE_S
-        if self.detection is Detection.POLL_1HZ:
-            return (math.floor(gone_at / POLL_S) + 1) * POLL_S
-        return gone_at
+    def detection_s(self, waited_s: float) -> float:
+        """Seconds from a client's going, ``waited_s`` after its request came, to the stop.
+
+        Every answer is a stream.
+        """
+        return detection_delay_s(self.detection, stream=True, waited_s=waited_s)

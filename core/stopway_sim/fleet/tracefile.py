@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from stopway_sim.fleet.errors import FleetError
+from stopway_sim.fleet.limits import COUNT_MAX, is_duration
 from stopway_sim.fleet.workload import Spec
 
 REQUIRED = ("arrival", "prompt", "output")
@@ -20,14 +21,15 @@ def read_trace(lines: Iterable[str], name: str, limit: int) -> list[Spec]:
     clock of ``arrival``; empty: never): the client calls cancel then. ``limit`` is the model's
     context. Raises ``FleetError`` that names the line (the header is line 1) and the column.
     """
-    reader = csv.reader(lines)
-    columns = [column.strip().lower() for column in next(reader, [])]
+    rows = _rows(lines, name)
+    _, header = next(rows, (1, []))
+    columns = [column.strip().lower() for column in header]
     _check_header(name, columns)
     specs: list[Spec] = []
-    for row in reader:
+    for line, row in rows:
         if not row or not any(cell.strip() for cell in row):
             continue
-        where = f"{name}, line {reader.line_num}"
+        where = f"{name}, line {line}"
         if len(row) != len(columns):
             raise FleetError(f"{where}: {len(row)} cells under {len(columns)} columns")
         cells = {column: cell.strip() for column, cell in zip(columns, row, strict=True)}
@@ -35,6 +37,16 @@ def read_trace(lines: Iterable[str], name: str, limit: int) -> list[Spec]:
     if not specs:
         raise FleetError(f"{name}: no requests below the header")
     return sorted(specs, key=lambda spec: (spec.arrival_s, spec.number))
+
+
+def _rows(lines: Iterable[str], name: str) -> Iterator[tuple[int, list[str]]]:
+    """(line, cells) of each row."""
+    reader = csv.reader(lines)
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise FleetError(f"{name}, line {reader.line_num}: {error}") from None
 
 
 def _check_header(name: str, columns: list[str]) -> None:
@@ -70,13 +82,14 @@ def _seconds(where: str, column: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf:
+    if not is_duration(value):
         raise FleetError(f"{where}, column {column!r}: {text!r} is no time; give seconds from 0")
     return value
 
 
 def _tokens(where: str, column: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
+    digits = text.isascii() and text.isdigit() and len(text) <= len(str(COUNT_MAX))
+    if not digits or int(text) < 1:
         raise FleetError(
             f"{where}, column {column!r}: {text!r} is no count; give a whole number from 1"
         )

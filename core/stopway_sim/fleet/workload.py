@@ -8,7 +8,9 @@ from random import Random
 
 from stopway_core.types import Deadlines
 from stopway_sim.fleet.errors import FleetError
+from stopway_sim.fleet.limits import COUNT_MAX, SECONDS_MAX, is_duration
 
+SIGMA_MAX = 10.0  # its tail is far beyond any context, and far from a float's end
 _DRAW, _TEXT, _PREFIX, _ARRIVAL, _PART = range(1, 6)
 
 
@@ -39,11 +41,13 @@ class Lengths:
             values = ()
         count = wanted.get(kind, -1)
         good = count >= 0 and values and len(values) == (count or len(values))
-        if not good or not all(math.isfinite(v) and v >= 0 for v in values):
+        if not good or not all(0 <= v <= COUNT_MAX for v in values):
             raise FleetError(
                 f"{text!r} is no distribution of lengths; write lognormal:MEDIAN:SIGMA, "
-                "uniform:LOW:HIGH, constant:N or values:A,B,C"
+                f"uniform:LOW:HIGH, constant:N or values:A,B,C, in numbers to {COUNT_MAX}"
             )
+        if kind == "lognormal" and values[1] > SIGMA_MAX:
+            raise FleetError(f"{text!r}: SIGMA is 0 to {SIGMA_MAX:g}")
         lengths = values[:1] if kind == "lognormal" else values
         if min(lengths) < 1 or (kind == "uniform" and values[0] > values[1]):
             raise FleetError(f"{text!r}: lengths are 1 or more, and LOW at most HIGH")
@@ -114,9 +118,9 @@ class Workload:
     def __post_init__(self) -> None:
         if self.requests < 1:
             raise FleetError(f"{self.requests} requests; give at least 1")
-        if self.clients < 0 or self.think_s < 0:
-            raise FleetError("clients and their thinking time are 0 or more")
-        if not self.clients and not 0 < self.rate < math.inf:
+        if self.clients < 0 or not is_duration(self.think_s):
+            raise FleetError(f"clients are 0 or more, and think 0 to {SECONDS_MAX:g} s")
+        if not self.clients and not 1 / SECONDS_MAX <= self.rate < math.inf:
             raise FleetError(f"a rate of {self.rate} requests a second; give more than 0")
         cancels = self.cancels
         shares = {
@@ -129,8 +133,15 @@ class Workload:
         for name, share in shares.items():
             if not 0 <= share <= 1:
                 raise FleetError(f"the share of {name} is {share}; give 0 to 1")
-        if cancels.after_s < 0 or (cancels.after_tokens is not None and cancels.after_tokens <= 0):
+        tokens = 1.0 if cancels.after_tokens is None else cancels.after_tokens
+        if not is_duration(cancels.after_s) or not 0 < tokens <= COUNT_MAX:
             raise FleetError("cancels come 0 s or later after arrival, or after more than 0 tokens")
+        if not all(is_duration(storm.at_s) for storm in self.storms):
+            raise FleetError("a storm comes 0 s or later after the start")
+        for name in ("queue", "first_token", "total"):
+            seconds = getattr(self.deadlines, name)
+            if seconds is not None and not is_duration(seconds):
+                raise FleetError(f"deadlines are 0 seconds or more, not {seconds}")
         if self.shared and (self.prefixes < 1 or self.prefix_tokens < 1):
             raise FleetError("shared prefixes need at least 1 prefix of at least 1 token")
 

@@ -77,9 +77,12 @@ def leases_lost(gateways: set[str]) -> list[Event]:
 
 
 def outputs_frame(
-    planned: Planned | None, receipts: list[dict[str, Any]], load: tuple[int, ...] | None
+    planned: Planned | None, receipts: list[dict[str, Any]], load: dict[str, int] | None
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """What one turn has for the front: JSON, and two parallel arrays, keys and tokens."""
+    """What one turn has for the front: JSON, and two parallel arrays, keys and tokens.
+
+    ``load`` has the figures of ``names.LOAD``, when one of them has changed.
+    """
     body: dict[str, Any] = {}
     arrays: list[list[int]] = []
     if receipts:

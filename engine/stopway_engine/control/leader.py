@@ -6,8 +6,11 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+from stopway_core import names
+from stopway_core.config import PlannerConfig
 from stopway_core.events import (
     Compiled,
     Completed,
@@ -18,7 +21,7 @@ from stopway_core.events import (
     ModeChanged,
     StopSignal,
 )
-from stopway_core.planner import Planned, Planner, PlannerConfig
+from stopway_core.planner import Planned, Planner
 from stopway_core.policies import NATIVE, POLICIES
 from stopway_core.receipts import RankInfo, ReceiptBook
 from stopway_core.replica import Replica
@@ -39,6 +42,15 @@ FRONT_RETRY_S = 0.2
 STEP_TIMES_MAX = 1024
 OVERLAP = 2  # steps in flight of one stage: the next is ready when one ends
 GOODBYE_S = 2.0
+
+
+@dataclass(slots=True)
+class _Shape:
+    """What a step computes: rows that decode, tokens of prompts, and for whom."""
+
+    decode: int
+    prefill: int
+    rids: set[int]  # membership only
 
 
 class Leader(ControlLoop):
@@ -97,11 +109,11 @@ class Leader(ControlLoop):
         self._gateways: set[str] = set()  # membership only
         self._events: list[Event] = []
         self._launched: dict[int, float] = {}
-        self._shapes: dict[int, tuple[int, int]] = {}  # step -> (decode rows, prefill tokens)
+        self._shapes: dict[int, _Shape] = {}  # of the steps in flight
         # Of the latest steps, to calibrate a simulation with: (rows, tokens, seconds here).
         self.step_times: deque[tuple[int, int, float]] = deque(maxlen=STEP_TIMES_MAX)
         self._executed_at = 0.0
-        self._load: tuple[int, ...] = ()
+        self._load: dict[str, int] = {}
         self._mode = Mode.RUNNING  # as the front was last told
         self._final_at: float | None = None
         self._clock = time.time() - mono  # planned time never jumps when the wall clock is set
@@ -157,7 +169,9 @@ class Leader(ControlLoop):
 
     def on_done(self, done: Done) -> None:
         self._executed_at = done.at
-        self.step_times.append((*self._shapes.pop(done.step), done.seconds))
+        shape = self._shapes.pop(done.step, None)
+        if shape is not None:
+            self.step_times.append((shape.decode, shape.prefill, done.seconds))
         self.book.progress(0, self.replica.turn, done.at, done.step, done.at)
         if done.result is not None:
             self._events.append(Completed(done.result))
@@ -271,10 +285,14 @@ class Leader(ControlLoop):
                 self._send(link, frame)
         for result in turn.results:
             self._launched.pop(result.step, None)
+        for step, shape in list(self._shapes.items()):
+            if not shape.rids.isdisjoint(turn.ends):  # rows may leave: it may be cut short
+                del self._shapes[step]
         if turn.launch is not None:
             prefill = sum(turn.launch.counts)
             self._launched[turn.launch.step] = time.monotonic()
-            self._shapes[turn.launch.step] = (turn.launch.tokens - prefill, prefill)
+            rids = {*turn.launch.decode, *turn.launch.prefill}
+            self._shapes[turn.launch.step] = _Shape(turn.launch.tokens - prefill, prefill, rids)
         self.run_turn(turn, planned.work)
         now = time.time()
         if planned.stops:
@@ -295,7 +313,7 @@ class Leader(ControlLoop):
             return
         pool = self.replica.ledger.blocks
         planner = self.planner
-        load = (
+        figures = (
             planner.running,
             planner.waiting,
             pool.free,
@@ -304,6 +322,7 @@ class Leader(ControlLoop):
             planner.drafted_tokens,
             planner.accepted_tokens,
         )
+        load = dict(zip(names.LOAD, figures, strict=True))
         receipts = self.book.changed()
         changed = load if load != self._load else None
         if planned is None and not receipts and changed is None:
@@ -345,7 +364,7 @@ class Leader(ControlLoop):
             return
         self._front = Link(sock, "the front")
         self._front.register(self.selector)
-        self._load = ()
+        self._load = {}
         config = self.planner.config
         self.to_front(
             {

@@ -20,7 +20,7 @@ from stopway_core.wire import Frame, FrameKind, encode
 from stopway_engine.config import PodConfig
 from stopway_engine.control.stops import RankStops
 from stopway_engine.exec_thread import Done, ExecThread, Failed
-from stopway_engine.grammar.compiler import GrammarCompiler
+from stopway_engine.grammar.compiler import CompilerError, GrammarCompiler
 from stopway_engine.link import Link, LinkClosed
 from stopway_engine.trace import Span
 
@@ -80,7 +80,7 @@ class ControlLoop:
                 if source is self.exec:
                     self._on_exec()
                 elif isinstance(source, GrammarCompiler):
-                    self.on_compiled(source.take())
+                    self._on_compiler(source)
                 else:
                     if mask & selectors.EVENT_WRITE:
                         self._flush(source)
@@ -126,6 +126,13 @@ class ControlLoop:
         if self.exec.ready and not self.ready:
             self.ready = True
             self.on_ready()
+
+    def _on_compiler(self, compiler: GrammarCompiler) -> None:
+        try:
+            reports = compiler.take()
+        except CompilerError as error:
+            raise EpochEnded(f"rank {self.rank} failed: {error}") from None
+        self.on_compiled(reports)
 
     def _on_pod(self, frame: Frame) -> None:
         body = frame.body

@@ -16,6 +16,7 @@ from functools import partial
 from stopway_engine.front.requests import Rejected
 
 CHECKERS = 2  # threads; each waits for a process that compiles
+WAITING_MAX = 64  # of one tenant
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +41,10 @@ class GrammarChecks:
 
     async def check(self, uid: str, lease: str, tenant: str, grammar: str) -> None:
         """Wait for the verdict on a request's grammar. Raises ``Rejected``."""
+        waiting = len(self._lines.get(tenant, ()))
+        if waiting >= WAITING_MAX:
+            message = f"{waiting} grammars wait to be checked; try later"
+            raise Rejected(message, status=429, code="queue_full", param=None)
         verdict: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         check = _Check(uid, lease, tenant, grammar, verdict)
         self._open[uid] = check
@@ -50,6 +55,7 @@ class GrammarChecks:
         finally:
             if self._open.get(uid) is check:
                 del self._open[uid]
+            self._leave(check)
 
     def stop(self, uids: Iterable[str], tenant: str, *, admin: bool) -> None:
         """Reject those of these requests that ``tenant`` may stop: nobody waits for them now."""
@@ -63,6 +69,13 @@ class GrammarChecks:
         for check in self._open.values():
             if check.lease == lease:
                 _reject(check)
+
+    def _leave(self, check: _Check) -> None:
+        line = self._lines.get(check.tenant)
+        if line is not None and check in line:
+            line.remove(check)
+            if not line:
+                del self._lines[check.tenant]
 
     def _start(self) -> None:
         while self._busy < CHECKERS and self._lines:

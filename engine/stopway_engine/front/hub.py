@@ -5,29 +5,22 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from stopway_core import names
+from stopway_core.admission import REFUSE_DRAIN
 from stopway_core.events import Mode
 from stopway_core.types import Outcome, Reason, finish_reason_of
 from stopway_core.wire import Frame, FrameKind, encode
 from stopway_engine.config import PodConfig
 from stopway_engine.control.front_link import submit_frame
-from stopway_engine.front.checks import GrammarChecks
-from stopway_engine.front.requests import (
-    FrontRequest,
-    Rejected,
-    check_grammar,
-    prompt_tokens,
-    submission,
-)
+from stopway_engine.front.prepare import Clock, Preparation
+from stopway_engine.front.requests import FrontRequest, Rejected, submission
 from stopway_engine.front.session import Session
 from stopway_engine.front.stops import FrontStops
 from stopway_engine.front.text import ChoiceText
 from stopway_engine.tokenizer import TextCodec
 
-TOKENIZERS = 2  # threads; each may take a core for as long as a prompt takes
-LOAD = ("running", "waiting", "free", "held", "cached", "drafted", "accepted")
 LOST = "a rank of this group was lost; send the request again"
 
 
@@ -55,10 +48,7 @@ class Hub:
         self._choices: dict[int, tuple[FrontRequest, int]] = {}  # by key
         self._ledgers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._next_ledger = 1
-        # Of their own, so that long prompts queue behind one another and before nothing else.
-        self._tokenizing = ThreadPoolExecutor(TOKENIZERS, "tokenize")
-        # A bad grammar may take seconds: it keeps waiting other grammars, and no prompt.
-        self._checks = GrammarChecks(check_grammar)
+        self._preparation = Preparation(codec)
 
     # --- state ---------------------------------------------------------------------------
 
@@ -108,7 +98,7 @@ class Hub:
 
     def _lose(self, session: Session) -> None:
         session.lost = True
-        self._checks.lose(session.lease)
+        self._preparation.checks.lose(session.lease)
         for uid in [uid for uid, r in self._requests.items() if r.session is session]:
             del self._requests[uid]
         self._choices = {k: v for k, v in self._choices.items() if v[0].session is not session}
@@ -117,28 +107,26 @@ class Hub:
     async def submit(self, session: Session, message: Mapping[str, Any]) -> None:
         """Check and tokenize a request and pass it on, or say why not."""
         uid = message["uid"]
-        loop = asyncio.get_running_loop()
-        came = loop.time()
+        clock = Clock(message, self.config)
+        limit = self._hello.get("max_model_len", 0)
         try:
-            if grammar := message.get("grammar"):
-                await self._checks.check(uid, session.lease, message["tenant"], grammar)
-            limit = self._hello.get("max_model_len", 0)
-            tokens = await loop.run_in_executor(
-                self._tokenizing, prompt_tokens, message, self.codec, limit
-            )
+            tokens = await self._preparation.tokens(message, session.lease, clock, limit)
+            left = clock.left()
         except Rejected as error:
-            session.send(_refused(uid, 400, str(error), error.code, error.param))
+            session.send(_refused(uid, error.status, str(error), error.code, error.param))
             return
         if session.lost:
             return
-        if self.epoch is None:
-            session.send(_refused(uid, 503, "this group cannot serve now", "rank_lost", None))
+        if self._send_engine is None:
+            session.send(_refused(uid, 503, "this group cannot serve now", "rank_lost"))
+            return
+        if self._draining:
+            session.send(_refused(uid, 503, REFUSE_DRAIN, Reason.DRAIN))
             return
         if uid in self._requests:
             session.send(_refused(uid, 409, f"request {uid} is known here already", "duplicate"))
             return
-        waited_s = loop.time() - came
-        made = submission(message, tokens, session.lease, self._hello["max_model_len"], waited_s)
+        made = submission(message, tokens, session.lease, self._hello["max_model_len"], left)
         request = FrontRequest(uid, session, made.params.logprobs >= 0, len(tokens))
         for index in range(made.choices):
             request.texts[index] = ChoiceText(
@@ -147,13 +135,12 @@ class Hub:
                 include=bool(message.get("include_stop_str_in_output")),
             )
         self._requests[uid] = request
-        assert self._send_engine is not None
         self._send_engine(submit_frame(made))
 
     def stop(self, entry: dict[str, Any]) -> None:
         """Pass on a stop, whose signature has been checked; it may come many times."""
         uids = entry["target"].get("uids") or ()
-        self._checks.stop(uids, entry["tenant"], admin=entry["admin"])
+        self._preparation.checks.stop(uids, entry["tenant"], admin=entry["admin"])
         connected = self._send_engine is not None
         if self.stops.passed(entry, sent=connected) and connected:
             self._engine({"stop": entry})
@@ -214,7 +201,7 @@ class Hub:
         self._requests.clear()
         self._choices.clear()
         self.stops.epoch_ended(self._hello["epoch"])
-        self._on_load((0,) * len(LOAD))
+        self._on_load(dict.fromkeys(names.LOAD, 0))
 
     def engine_frame(self, frame: Frame) -> None:
         """One turn's outputs, or an answer."""
@@ -234,7 +221,7 @@ class Hub:
         if "load" in body:
             self._on_load(body["load"])
         if "mode" in body:
-            self._on_mode(Mode(body["mode"]))
+            self._on_mode(Mode(body["mode"]), first="hello" in body)
         if "draining" in body:
             self._draining = True
             self._tell_all({"type": "draining", "seconds": body["draining"]})
@@ -351,11 +338,13 @@ class Hub:
         self._tell_all({"type": "receipt", "receipt": receipt})
         self._publish_receipt(receipt)
 
-    def _on_load(self, load: Any) -> None:
-        self._load = dict(zip(LOAD, load, strict=True))
-        self._tell_all({"type": "load", **self._load})
+    def _on_load(self, load: dict[str, int]) -> None:
+        self._load = load
+        self._tell_all({"type": "load", **load})
 
-    def _on_mode(self, mode: Mode) -> None:
+    def _on_mode(self, mode: Mode, *, first: bool) -> None:
+        if first and self._wanted is not None and mode is not self._wanted:
+            return  # it had not been told yet when it said so: its answer comes
         self._mode = mode
         if self._wanted is None:
             self._wanted = mode  # this front is younger than its leader

@@ -14,14 +14,21 @@ from stopway_engine.modelspec import ModelError
 from stopway_engine.tokenizer import TextCodec
 
 SEED_BITS = 62
-DEADLINE_S_MIN = 0.001  # of one that has passed already: it still ends as such, at the leader
 
 
 class Rejected(Exception):
     """A request that cannot be passed on; becomes the ``refused`` message."""
 
-    def __init__(self, message: str, *, code: str = "invalid_prompt", param: str = "prompt"):
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_prompt",
+        param: str | None = "prompt",
+    ):
         super().__init__(message)
+        self.status = status
         self.code = code
         self.param = param
 
@@ -44,13 +51,14 @@ def check_grammar(text: str) -> None:
         spec.check(text)
     except spec.GrammarError as error:
         raise Rejected(str(error), code="invalid_grammar", param="response_format") from None
+    except spec.CheckError as error:
+        raise Rejected(str(error), status=503, code="grammar_check_failed", param=None) from None
 
 
 def prompt_tokens(message: Mapping[str, Any], codec: TextCodec, limit: int) -> list[int]:
-    """Token ids of a submit's prompt. Raises ``Rejected``."""
+    """Token ids of a submit's prompt, at most ``limit`` of them. Raises ``Rejected``."""
     prompt = message["prompt"]
-    limit = limit or codec.context
-    _check_size(prompt, codec, limit)
+    check_size(prompt, codec, limit)
     if "tokens" in prompt:
         tokens = prompt["tokens"]
         if not all(isinstance(t, int) and 0 <= t < codec.vocab_size for t in tokens):
@@ -68,7 +76,7 @@ def prompt_tokens(message: Mapping[str, Any], codec: TextCodec, limit: int) -> l
         ) from None
 
 
-def _check_size(prompt: Mapping[str, Any], codec: TextCodec, limit: int) -> None:
+def check_size(prompt: Mapping[str, Any], codec: TextCodec, limit: int) -> None:
     """Refuse what cannot fit whatever its tokens turn out to be, before they are looked for."""
     if "tokens" in prompt:
         if len(prompt["tokens"]) > limit:
@@ -92,12 +100,9 @@ def submission(
     tokens: list[int],
     gateway: str,
     max_model_len: int,
-    waited_s: float,
+    deadlines: Deadlines,
 ) -> Submission:
-    """The submission that a submit message and its tokenized prompt make.
-
-    Its deadlines run since it came, ``waited_s`` ago; the leader counts from now.
-    """
+    """The submission that a submit message makes, with its tokens and what its deadlines leave."""
     params = dict(message["params"])
     if params.get("max_tokens") is None:
         params["max_tokens"] = max(1, max_model_len - len(tokens))
@@ -105,10 +110,6 @@ def submission(
     params["seed"] = secrets.randbits(SEED_BITS) if seed is None else seed % (1 << SEED_BITS)
     params["stop_token_ids"] = tuple(params.get("stop_token_ids") or ())
     known = SamplingParams.__dataclass_fields__
-    deadlines = {
-        name: None if limit is None else max(DEADLINE_S_MIN, limit - waited_s)
-        for name, limit in (message.get("deadlines") or {}).items()
-    }
     return Submission(
         uid=message["uid"],
         attempt=message["attempt"],
@@ -119,9 +120,7 @@ def submission(
         choices=message["n"],
         priority=message.get("priority") or 0,
         grammar=message.get("grammar") or "",
-        deadlines=Deadlines(
-            deadlines.get("queue"), deadlines.get("first_token"), deadlines.get("total")
-        ),
+        deadlines=deadlines,
         conversation=message.get("conversation") or "",
         salt=message.get("salt") or message["tenant"],
         traceparent=message.get("traceparent") or "",

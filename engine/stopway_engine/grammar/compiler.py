@@ -41,6 +41,10 @@ def make_tokenizer(codec: TextCodec) -> LLTokenizer:
     return LLTokenizer(Vocabulary(codec), eos_token=list(codec.eos_ids))  # type: ignore[arg-type]
 
 
+class CompilerError(Exception):
+    """No grammar can be compiled on this rank, whatever it says: the rank must end."""
+
+
 class GrammarCompiler:
     """One thread that fills a table; a file descriptor wakes the control loop.
 
@@ -58,6 +62,7 @@ class GrammarCompiler:
         self._load = load
         self._work: queue.SimpleQueue[tuple[int, str | None] | None] = queue.SimpleQueue()
         self._done: deque[tuple[int, str]] = deque()
+        self._broken = ""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._main, name="grammar", daemon=True)
 
@@ -66,7 +71,7 @@ class GrammarCompiler:
         self._thread.start()
 
     def fileno(self) -> int:
-        """Readable when ``take`` has something."""
+        """Readable when ``take`` has something, or raises."""
         return self._wake
 
     def compile(self, slot: int, text: str) -> None:
@@ -78,11 +83,16 @@ class GrammarCompiler:
         self._work.put((slot, None))
 
     def take(self) -> list[tuple[int, str]]:
-        """(slot, why it cannot be used, or nothing) of what was compiled since the last call."""
+        """(slot, why it cannot be used, or nothing) of what was compiled since the last call.
+
+        Raises ``CompilerError`` when the thread could not begin: that is no grammar's fault.
+        """
         try:
             os.eventfd_read(self._wake)
         except BlockingIOError:
             return []
+        if self._broken:
+            raise CompilerError(self._broken)
         taken = []
         while self._done:
             taken.append(self._done.popleft())
@@ -94,23 +104,25 @@ class GrammarCompiler:
         self._thread.join(timeout_s)
 
     def _main(self) -> None:
-        tokenizer: LLTokenizer | None = None
-        broken = ""
         try:
             tokenizer = make_tokenizer(self._load())
-        except Exception as problem:  # the rank can serve everything else
-            broken = _reason(problem)
+        except Exception as problem:  # whatever it was, the control loop must hear of it
+            self._broken = (
+                "the grammar compiler cannot take in the model's tokenizer "
+                f"({_reason(problem)}); check the model's files"
+            )
+            os.eventfd_write(self._wake, 1)
+            return
         while (work := self._work.get()) is not None:
             slot, text = work
             if text is None:
                 self.table.pop(slot, None)
                 continue
-            error = broken
-            if tokenizer is not None:
-                try:
-                    self.table[slot] = _compile(tokenizer, text)
-                except Exception as problem:  # whoever waits for the grammar must hear of it
-                    error = _reason(problem)
+            error = ""
+            try:
+                self.table[slot] = _compile(tokenizer, text)
+            except Exception as problem:  # whoever waits for the grammar must hear of it
+                error = _reason(problem)
             self._done.append((slot, error))
             os.eventfd_write(self._wake, 1)
 

@@ -12,7 +12,7 @@ import sys
 
 from llguidance import LLMatcher, LLTokenizer
 
-from stopway_engine.grammar.spec import limits
+from stopway_engine.grammar.spec import EXIT_MEMORY, limits
 
 CPU_SECONDS_MAX = 2
 MEMORY_BYTES_MAX = 1 << 30
@@ -33,12 +33,29 @@ def trial(source: str) -> str:
     return matcher.get_error()
 
 
+def restrict() -> None:
+    """Bound this process: what runs here is native code over what a client sent.
+
+    At the end of its time comes SIGXCPU, a second before SIGKILL, which may be anybody's.
+    """
+    for limit, soft, hard in (
+        (resource.RLIMIT_CPU, CPU_SECONDS_MAX, CPU_SECONDS_MAX + 1),
+        (resource.RLIMIT_AS, MEMORY_BYTES_MAX, MEMORY_BYTES_MAX),
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_NOFILE, 0, 0),  # beyond those that are open
+        (resource.RLIMIT_FSIZE, 0, 0),
+    ):
+        resource.setrlimit(limit, (soft, hard))
+
+
 def main() -> None:
     """The process."""
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS_MAX, CPU_SECONDS_MAX))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    sys.stdout.buffer.write(trial(sys.stdin.buffer.read().decode()).encode())
+    restrict()
+    try:
+        problem = trial(sys.stdin.buffer.read().decode())
+    except MemoryError:
+        sys.exit(EXIT_MEMORY)
+    sys.stdout.buffer.write(problem.encode())
 
 
 if __name__ == "__main__":

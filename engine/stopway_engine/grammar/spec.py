@@ -9,6 +9,8 @@ The text is an object with one key, the same from the API to the rank that sampl
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +25,11 @@ PATTERN_BYTES_MAX = 8 * 1024
 
 CHOICES_MAX = 1000
 CHECK_SECONDS_MAX = 5.0
+EXIT_MEMORY = 3
+"""Of the probe, where the interpreter noticed that there is no more memory for it."""
+
+# What the probe's own limits end it with: its time; its memory, for the allocator or the stack.
+_CONDEMNED = (-signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV, EXIT_MEMORY)
 _ERROR_CHARS_MAX = 300
 
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
@@ -31,6 +38,10 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
 class GrammarError(ValueError):
     """The constraint cannot be used; the message is for whoever sent it."""
+
+
+class CheckError(Exception):
+    """The check itself did not come to its end; that says nothing about the constraint."""
 
 
 def limits() -> LLParserLimits:
@@ -77,8 +88,13 @@ def source_of(text: str) -> str:
 
 @lru_cache(maxsize=256)
 def _verdict(text: str) -> str:
-    """Why a grammar cannot work, or nothing: found out by a process that may be killed."""
+    """Why a grammar cannot work, or nothing: found out by a process that may be killed.
+
+    Only what another trial would find, too: anything else is raised, and so not remembered.
+    """
     source = source_of(text)
+    # It runs native code over what a client sent, and needs none of our secrets.
+    kept = ("PATH", "PYTHONPATH")
     try:
         done = subprocess.run(
             [sys.executable, "-m", "stopway_engine.grammar.probe"],
@@ -86,17 +102,26 @@ def _verdict(text: str) -> str:
             capture_output=True,
             timeout=CHECK_SECONDS_MAX,
             check=False,
+            env={name: os.environ[name] for name in kept if name in os.environ},
         )
     except subprocess.TimeoutExpired:
-        return f"it is not compiled within {CHECK_SECONDS_MAX:.0f} seconds"
-    if done.returncode:
+        raise CheckError(
+            f"the grammar could not be checked within {CHECK_SECONDS_MAX:.0f} s, for this machine "
+            "is busy; send the request again"
+        ) from None
+    if done.returncode in _CONDEMNED:
         return "compiling it takes too much time or memory"
+    if done.returncode:
+        raise CheckError(
+            f"the check of the grammar failed (exit {done.returncode}); send the request again"
+        )
     return done.stdout.decode("utf-8", "replace")
 
 
 def check(text: str) -> None:
-    """Compile the constraint as a trial. Raises ``GrammarError`` when it cannot be used.
+    """Compile the constraint as a trial.
 
+    Raises ``GrammarError`` when it cannot be used and ``CheckError`` when that is not known.
     Takes a tenth of a second for a text that was not checked lately, and at most
     ``CHECK_SECONDS_MAX``: not for an event loop's thread.
     """

@@ -144,7 +144,7 @@ class Generate:
 
     def _too_slow(self, request: Request, scope: Scope) -> None:
         """It does not read what it asked for; holding more for it helps nobody."""
-        self._gateway.client_left(request)
+        self._gateway.let_go(request)
         abort = scope.get("stopway.abort")
         if abort is not None:
             abort()

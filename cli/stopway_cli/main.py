@@ -15,7 +15,7 @@ from stopway_cli.simulate import register as register_simulate
 from stopway_core.topology import DRAFT_TOKENS_MAX, GRAMMARS_MAX
 
 app = typer.Typer(
-    help="Serve a language model and stop what runs on it, provably.",
+    help="Serve a language model, and stop what runs on it with a receipt.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -184,9 +184,7 @@ def groups(json: GroupsJson = False, url: Url = "", key: Key = "") -> None:
 
 @app.command()
 def pause(
-    mode: Annotated[
-        str, typer.Option(help="What runs: wait for its end, keep it as it is, abort it.")
-    ],
+    mode: Annotated[str, typer.Option(help="wait, keep or abort: what becomes of what runs.")],
     group: Groups = None,
     json: GroupsJson = False,
     url: Url = "",

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.model
 
 SEED = int(os.environ.get("CHAOS_SEED") or 1)
 SECONDS = float(os.environ.get("CHAOS_SECONDS") or 60)
+POLICY = os.environ.get("CHAOS_POLICY") or "native"
 
 
 def test_the_same_seed_makes_the_same_plan() -> None:
@@ -27,8 +28,8 @@ def test_the_same_seed_makes_the_same_plan() -> None:
 async def test_after_chaos_the_books_balance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = draw(SEED, SECONDS)
-    replay = f"make chaos SEED={SEED} SECONDS={SECONDS:g}"
+    plan = draw(SEED, SECONDS, POLICY)
+    replay = f"CHAOS_POLICY={POLICY} make chaos SEED={SEED} SECONDS={SECONDS:g}"
     print(f"{plan}\nreplay with: {replay}", flush=True)
     token = secrets.token_hex(8)
     monkeypatch.setenv("CHAOS_RUN", token)  # all processes of this run inherit it

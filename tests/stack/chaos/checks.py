@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import psutil
 
-from stopway_core.types import Outcome, Reason, outcome_of
+from stopway_core.policies import POLICIES
+from stopway_core.types import Outcome, Reason, finish_reason_of, outcome_of
 
 from . import prompts
 from .journal import Journal, Life, Record, Told
@@ -52,6 +53,7 @@ class Checks:
         if not await until(self._world.ready, HEALED_S):
             self._journal.wrong("not every gateway is ready: nothing else was checked")
             return
+        await self._every_group_runs()
         await self._nothing_is_held()
         await self._every_request_has_its_outcome()
         await self._every_stop_is_resolved()
@@ -114,14 +116,20 @@ class Checks:
                 str(stop_reason) if finish == "abort" else finish
                 for finish, stop_reason in record.ends.values()
             }
+        finish = finish_reason_of(reason)
         # A cut shows at once as an abort; what the leader says later is in the outcome.
-        if str(reason) not in seen and not shown["stop_ids"]:
+        if (str(reason) if finish == "abort" else finish) not in seen and not shown["stop_ids"]:
             self._journal.wrong(f"{record}: its client saw {seen}, its gateway tells {reason}")
 
     def _given(self, record: Record, shown: dict[str, Any], reason: Reason) -> bool:
         """Whether something in this run gives ``record`` that reason."""
+        structured = prompts.PROMPTS[record.wanted.prompt].structured_outputs is not None
         if reason is Reason.LENGTH:
             return True
+        if reason in (Reason.EOS, Reason.GRAMMAR_END):
+            return structured
+        if reason is Reason.PREEMPTED:
+            return structured and POLICIES[self._world.plan.policy].ends_constrained
         if reason is Reason.CLIENT_DISCONNECT:
             return record.left
         if reason is Reason.RANK_LOST:
@@ -163,6 +171,13 @@ class Checks:
 
     # --- the group ---------------------------------------------------------------------------
 
+    async def _every_group_runs(self) -> None:
+        """Whatever paused it, and whoever was killed meanwhile."""
+        for gateway in (0, 1):
+            _, body = await self._world.get(gateway, "/v1/groups")
+            if [group["mode"] for group in body["groups"]] != ["running"]:
+                self._journal.wrong(f"gateway {gateway} says of its group, resumed: {body}")
+
     async def _nothing_is_held(self) -> None:
         last: dict[str, Any] = {}
 
@@ -193,7 +208,7 @@ class Checks:
         before = after = await self._world.ledger()
         for gateway in (0, 1) * ROUNDS_MAX:
             asking = [ask(self._world, gateway, prompt) for prompt in range(len(self._known))]
-            for known, text in zip(self._known, await asyncio.gather(*asking), strict=True):
+            for known, (_, text) in zip(self._known, await asyncio.gather(*asking), strict=True):
                 if text != known:
                     self._journal.wrong(f"after all that {text!r} comes for {known!r}")
                     return
@@ -243,8 +258,8 @@ def tracebacks(path: Path) -> list[str]:
     return found
 
 
-async def ask(world: World, gateway: int, prompt: int) -> str:
-    """The greedy answer of a prompt, or what came instead."""
+async def ask(world: World, gateway: int, prompt: int) -> tuple[int, str]:
+    """Status and greedy answer of a prompt, or what came instead; the status is 0 for nothing."""
     try:
         response = await world.http[gateway].post(
             "/v1/chat/completions",
@@ -252,10 +267,10 @@ async def ask(world: World, gateway: int, prompt: int) -> str:
             headers=world.headers(),
         )
     except httpx.TransportError as error:
-        return repr(error)
+        return 0, repr(error)
     if response.status_code != 200:
-        return response.text
-    return str(response.json()["choices"][0]["message"]["content"])
+        return response.status_code, response.text
+    return 200, str(response.json()["choices"][0]["message"]["content"])
 
 
 def _busy(ledger: dict[str, Any]) -> bool:

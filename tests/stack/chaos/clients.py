@@ -76,6 +76,8 @@ class Clients:
         wanted = record.wanted
         body = prompts.body(wanted.prompt, n=wanted.n, max_tokens=wanted.max_tokens)
         body["stream"] = wanted.stream
+        if wanted.priority:
+            body["priority"] = wanted.priority
         if wanted.conversation:
             body["metadata"] = {"conversation_id": wanted.conversation}
         if wanted.deadlines:
@@ -228,10 +230,15 @@ class Clients:
             wrong(f"{record}: ends of choices {sorted(record.ends)}, not of {record.wanted.n}")
         if record.canceller == record.life and record.ended - record.cancelled > CUT_S:
             wrong(f"{record}: ended {record.ended - record.cancelled:.1f} s after its cancel")
-        for finish, stop_reason in record.ends.values():
+        matches = prompts.PROMPTS[record.wanted.prompt].matches
+        finishes = ("length", "abort", "stop") if matches else ("length", "abort")
+        for index, (finish, stop_reason) in record.ends.items():
             known = stop_reason in list(Reason) if finish == "abort" else stop_reason is None
-            if finish not in ("length", "abort") or not known:
+            if finish not in finishes or not known:
                 wrong(f"{record}: ended by {finish}, {stop_reason}")
+            text = record.texts.get(index, "")
+            if finish == "stop" and matches and not matches(text):
+                wrong(f"{record}: choice {index} is whole and does not match: {text!r}")
 
     def _check_texts(self, record: Record) -> None:
         """Every text, whole or cut, is the beginning of what the undisturbed run said."""

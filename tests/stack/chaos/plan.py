@@ -17,7 +17,8 @@ MAX_MODEL_LEN = 2048
 KV_BLOCKS = 160  # of 16 tokens: too few for all clients at once, so that some are preempted
 ENDLESS = 1500  # tokens; only a stop, a deadline or a fault ends such a request in time
 CONVERSATIONS = ("c0", "c1", "c2")
-TENANTS = ("default", "guest")
+ADMIN = "default"
+TENANTS = (ADMIN, "guest")
 
 # These end the epoch (or the front, or a gateway): then something must come back.
 HEAVY = ("rank_killed", "leader_killed", "rank_frozen_long", "front_killed", "children_killed")
@@ -29,8 +30,12 @@ LIGHT = (
     "streams_trimmed",
     "gateway_killed",
 )
-SIGNALS = ("conversation", "tenant", "all", "duplicate", "reorder", "late", "skewed", "early")
-_SIGNAL_WEIGHTS = (8, 2, 1, 4, 4, 4, 8, 8)
+MODES = ("wait", "keep", "abort")
+SIGNALS = (
+    *("conversation", "tenant", "all", "duplicate", "reorder", "late", "skewed", "early"),
+    "mode",
+)
+_SIGNAL_WEIGHTS = (8, 2, 1, 4, 4, 4, 8, 8, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,7 @@ class Wanted:
     tenant: str
     stream: bool
     n: int
+    priority: int
     max_tokens: int
     conversation: str
     deadlines: dict[str, float]
@@ -71,7 +77,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """One stop that no client of a request sends, or a disturbance of the stops' streams."""
+    """One stop that no client of a request sends, or a disturbance of the stops' streams.
+
+    ``mode`` is what the group is paused with for ``paused_s``.
+    """
 
     kind: str
     gateway: int
@@ -80,6 +89,8 @@ class Signal:
     wait: str
     skew_s: float  # of ``issued_at``
     shuffle: int
+    mode: str
+    paused_s: float
     pause_s: float
 
 
@@ -92,6 +103,8 @@ class Plan:
     tensor: int
     pipeline: int
     ranks_per_pod: int
+    draft_tokens: int
+    policy: str
     faults: tuple[Fault, ...] = field(repr=False)
 
     def wanted(self, client: int, turn: int, prompts: int) -> Wanted:
@@ -109,17 +122,20 @@ class Plan:
             wait=rng.choice(("accepted", "stopped", "reclaimed")),
             skew_s=rng.choice((-1.0, 1.0)),
             shuffle=rng.randrange(1 << 30),
+            mode=rng.choice(MODES),
+            paused_s=rng.uniform(0.2, 3.0),
             pause_s=rng.uniform(1.0, 4.0),
         )
 
     def __str__(self) -> str:
         shape = f"tensor {self.tensor}, pipeline {self.pipeline}, {self.ranks_per_pod} per pod"
-        lines = [f"chaos, seed {self.seed}: {self.seconds:g} s, {shape}"]
+        group = f"{shape}, {self.draft_tokens} draft tokens, policy {self.policy}"
+        lines = [f"chaos, seed {self.seed}: {self.seconds:g} s, {group}"]
         return "\n".join(lines + [f"  {fault}" for fault in self.faults])
 
 
-def draw(seed: int, seconds: float) -> Plan:
-    """The plan of a seed."""
+def draw(seed: int, seconds: float, policy: str = "native") -> Plan:
+    """The plan of a seed; the policy is not drawn."""
     rng = Random(seed)
     tensor, pipeline = rng.choice(((2, 1), (1, 2)))
     return Plan(
@@ -128,6 +144,8 @@ def draw(seed: int, seconds: float) -> Plan:
         tensor=tensor,
         pipeline=pipeline,
         ranks_per_pod=rng.choice((1, 2)),
+        draft_tokens=rng.choice((0, 4)),
+        policy=policy,
         faults=tuple(_faults(rng, seconds)),
     )
 
@@ -176,13 +194,16 @@ def _wanted(rng: Random, prompts: int) -> Wanted:
     if rng.random() < 0.2:
         name = rng.choice(("queue", "first_token", "total"))
         deadlines[name] = round(rng.choice((0.05, 0.5, 3.0)), 2)
+    tenant = rng.choice(TENANTS)
     return Wanted(
         prompt=rng.randrange(prompts),
         gateway=rng.randrange(2),
-        tenant=rng.choice(TENANTS),
+        tenant=tenant,
         stream=stream,
-        n=rng.choice((1, 1, 1, 2)),
-        max_tokens=ENDLESS if endless else rng.choice((4, 12, 32)),
+        n=rng.choice((1, 1, 1, 1, 2, 4)),
+        # Only an admin goes before the others.
+        priority=rng.choice((0, 0, 0, 5, -5 if tenant == ADMIN else 1)),
+        max_tokens=ENDLESS if endless else rng.choice((4, 12, 32, 64)),
         conversation=rng.choice((*CONVERSATIONS, "", "")),
         deadlines=deadlines,
         then=then,

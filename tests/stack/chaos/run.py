@@ -22,7 +22,11 @@ async def run(plan: Plan, directory: Path) -> Journal:
     """Carry out ``plan`` on a stack whose logs are in ``directory``; what was seen."""
     async with World(plan, directory) as world:
         asking = [ask(world, 0, prompt) for prompt in range(len(prompts.PROMPTS))]
-        known = await asyncio.gather(*asking)
+        answers = await asyncio.gather(*asking)
+        assert all(status == 200 for status, _ in answers), answers
+        known = [text for _, text in answers]
+        for prompt, text in zip(prompts.PROMPTS, known, strict=True):
+            assert prompt.matches is None or prompt.matches(text), f"{prompt} got {text!r}"
         journal = world.journal
         journal.began = begun = time.monotonic()
         faults = Faults(world)

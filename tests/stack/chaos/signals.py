@@ -22,12 +22,14 @@ from stopway_core.types import Reason, Stop, Target
 from . import prompts
 from .clients import target_told
 from .journal import Issued, Journal
-from .plan import Signal
-from .world import World
+from .plan import MODES, Signal
+from .world import World, until
 
 KEEP_MAX = 200
 LATE_S = 8.0
 EARLY_S = 6.0
+CONFIRM_S = 3.0  # for a leader to say that a mode is so
+RESUMED_S = 120.0  # a loaded machine takes long to load a model
 HELD = "early stops that held"
 
 
@@ -54,6 +56,7 @@ class Signals:
             "all": self._by_api,
             "skewed": self._skewed,
             "early": self._early,
+            "mode": self._mode,
         }
         turn = 0
         while not over.is_set():
@@ -68,7 +71,12 @@ class Signals:
             await asyncio.sleep(signal.pause_s)
 
     async def in_peace(self) -> None:
-        """When all has healed, a stop that comes before its request holds, whatever its clock."""
+        """When all has healed, each mode is taken at once, and a stop before its request holds."""
+        for mode in MODES:
+            before = self._journal.counts[f"mode {mode}"]
+            await self._mode(replace(self._world.plan.signal(0, 0), mode=mode, paused_s=0.2))
+            if self._journal.counts[f"mode {mode}"] == before:
+                self._journal.wrong(f"the group was not paused in peace: {mode}")
         for skew_s in (-1.0, 1.0):
             before = self._journal.counts[HELD]
             await self._early(replace(self._world.plan.signal(0, 0), skew_s=skew_s))
@@ -97,6 +105,48 @@ class Signals:
             self._journal.wrong(f"a stop of {target} got {response.status_code}: {response.text}")
             return
         self._journal.issued.append(Issued(life, response.json()["stop_id"], f"a stop of {target}"))
+
+    # --- modes -------------------------------------------------------------------------------
+
+    async def _mode(self, signal: Signal) -> None:
+        """Pause the group, and resume it by the other gateway: it must not matter who paused it."""
+        if self._world.life(signal.gateway) is None:
+            return
+        if signal.mode == "abort":
+            self._tell_abort()
+        status = await self._change(
+            signal.gateway, "pause", {"mode": signal.mode, "timeout": CONFIRM_S}
+        )
+        if status == 200:
+            self._journal.count(f"mode {signal.mode}")
+        await asyncio.sleep(signal.paused_s)
+        if signal.mode == "abort":
+            self._tell_abort()  # an epoch that began meanwhile was told again
+
+        async def resumed() -> bool:
+            for gateway in (1 - signal.gateway, signal.gateway):
+                if await self._change(gateway, "resume", {"timeout": CONFIRM_S}) == 200:
+                    return True
+            return False
+
+        if not await until(resumed, RESUMED_S):
+            self._journal.wrong(f"the group was not resumed within {RESUMED_S:g} s")
+
+    def _tell_abort(self) -> None:
+        self._journal.told.append(target_told(Target(everything=True), Reason.ADMIN, ""))
+
+    async def _change(self, gateway: int, what: str, body: dict[str, Any]) -> int:
+        """The status of a change of mode; 0 when the gateway is not there."""
+        try:
+            response = await self._world.http[gateway].post(
+                f"/v1/groups/{what}", json=body, headers=self._world.headers()
+            )
+        except httpx.TransportError:
+            return 0
+        # 202: its leader has not said so; 503: a gateway that has just begun knows no group.
+        if response.status_code not in (200, 202, 503):
+            self._journal.wrong(f"{what} {body} got {response.status_code}: {response.text}")
+        return response.status_code
 
     # --- by the streams ----------------------------------------------------------------------
 
@@ -217,7 +267,7 @@ def _submit(uid: str, tenant: str) -> dict[str, Any]:
         "attempt": 1,
         "tenant": tenant,
         "n": 1,
-        "prompt": {"messages": prompts.PROMPTS[0]},
+        "prompt": {"messages": prompts.PROMPTS[0].messages},
         "params": {"max_tokens": 40, "ignore_eos": True, "temperature": 0.0},
         "minted_at": time.time(),
     }

@@ -22,7 +22,7 @@ from stopway_core import names
 from stopway_core.topology import EngineSettings
 
 from .journal import Journal, Life
-from .plan import KV_BLOCKS, MAX_MODEL_LEN, PEER_LOSS_S, Plan
+from .plan import ADMIN, KV_BLOCKS, MAX_MODEL_LEN, PEER_LOSS_S, Plan
 
 MODEL = "smollm2-135m-instruct"
 SECOND = "gateway2"
@@ -46,7 +46,7 @@ class World:
     def __init__(self, plan: Plan, directory: Path) -> None:
         self.plan = plan
         self.journal = Journal()
-        self.keys = {"default": secrets.token_hex(12), "guest": secrets.token_hex(12)}
+        self.keys = {ADMIN: secrets.token_hex(12), "guest": secrets.token_hex(12)}
         settings = EngineSettings(
             drain_s=5.0,
             numerics="invariant",
@@ -54,6 +54,8 @@ class World:
             max_model_len=MAX_MODEL_LEN,
             kv_blocks=KV_BLOCKS,
             max_running=16,
+            draft_tokens=plan.draft_tokens,
+            policy=plan.policy,
         )
         config = StackConfig(
             tensor=plan.tensor,
@@ -61,7 +63,7 @@ class World:
             ranks_per_pod=plan.ranks_per_pod,
             port=0,
             settings=settings,
-            api_keys=(f"default:admin={self.keys['default']}", f"guest={self.keys['guest']}"),
+            api_keys=(f"{ADMIN}:admin={self.keys[ADMIN]}", f"guest={self.keys['guest']}"),
             state_dir=directory,
             # What a run asks about at its end must still be there.
             gateway_env={"STOPWAY_KEEP_S": "36000"},
@@ -120,7 +122,7 @@ class World:
 
     # --- gateways ------------------------------------------------------------------------
 
-    def headers(self, tenant: str = "default") -> dict[str, str]:
+    def headers(self, tenant: str = ADMIN) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.keys[tenant]}"}
 
     def life(self, gateway: int) -> Life | None:

@@ -237,8 +237,10 @@ class Clients:
             if finish not in finishes or not known:
                 wrong(f"{record}: ended by {finish}, {stop_reason}")
             text = record.texts.get(index, "")
-            if finish == "stop" and matches and not matches(text):
-                wrong(f"{record}: choice {index} is whole and does not match: {text!r}")
+            if finish == "stop" and matches:
+                self._journal.count("whole structured answers")
+                if not matches(text):
+                    wrong(f"{record}: choice {index} is whole and does not match: {text!r}")
 
     def _check_texts(self, record: Record) -> None:
         """Every text, whole or cut, is the beginning of what the undisturbed run said."""

@@ -203,7 +203,7 @@ def _wanted(rng: Random, prompts: int) -> Wanted:
         n=rng.choice((1, 1, 1, 1, 2, 4)),
         # Only an admin goes before the others.
         priority=rng.choice((0, 0, 0, 5, -5 if tenant == ADMIN else 1)),
-        max_tokens=ENDLESS if endless else rng.choice((4, 12, 32, 64)),
+        max_tokens=ENDLESS if endless else rng.choice((4, 12, 32, 64, 64)),
         conversation=rng.choice((*CONVERSATIONS, "", "")),
         deadlines=deadlines,
         then=then,

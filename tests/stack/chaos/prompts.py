@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 KNOWN_TOKENS = 64  # of each undisturbed answer; the structured ones are whole by then
-_WORDS = r"(sea|ship|storm)( (sea|ship|storm)){7}\."
+_WORDS = r"(sea|ship|storm)( (sea|ship|storm)){3}\."
 _CITIES = ["Paris", "Lyon", "Nice"]
 _SCHEMA = {
     "type": "object",

@@ -19,6 +19,7 @@ from stopway_sim.fleet import CostModel, Figure, SmallRun, beside, calibrate
 
 STREAMS, TOKENS = 8, 64
 CANCELLED, CANCEL_AFTER = 4, 16
+PROMPTS, PROMPT_WORDS = 3, (4, 12, 28, 60)  # up to about 240 tokens
 STAGES = ("noticed", "stopped", "reclaimed")
 
 
@@ -26,13 +27,18 @@ async def measure(
     subject: server.Subject, seed: int, tensor: int, pipeline: int
 ) -> dict[str, list[Figure]]:
     """Figures by workload, measured and simulated. Raises ``CliError`` without an admin's key."""
+    before = (await _ledger(subject))["step"]
+    await _prompts(subject, seed + 200)
     answers, took = await server.answers_of(subject, STREAMS, TOKENS, seed)
-    load = SmallRun(STREAMS, answers[0].prompt_tokens, TOKENS)
+    # The prompts share a template, which the cache has; in the simulation they share nothing.
+    prompt = round(sum(answer.computed_tokens for answer in answers) / STREAMS)
+    load = SmallRun(STREAMS, prompt, TOKENS)
     told = await _cancels(subject, seed + 100)
     stops = await _cancels(subject, seed + STREAMS)
-    cancels = SmallRun(CANCELLED, answers[0].prompt_tokens, 1500, CANCEL_AFTER)
-    async with client.Api(client.Server(subject.url, subject.key)) as api:
-        (ledger,) = (await api.get("/debug/ledger"))["groups"]
+    cancels = SmallRun(CANCELLED, prompt, 1500, CANCEL_AFTER)
+    ledger = await _ledger(subject)
+    # Of these workloads only: a step's time also depends on how long its contexts are.
+    ledger["step_times"] = ledger["step_times"][before - ledger["step"] :]
     cost = cost_model(ledger, tensor, pipeline, told.pop("noticed_ms") / 1000)
     del stops["noticed_ms"]
     return {
@@ -54,6 +60,7 @@ def cost_model(ledger: dict[str, Any], tensor: int, pipeline: int, notify_s: flo
         "pipeline": pipeline,
         "window": max(2, pipeline),
         "blocks": blocks["total"],
+        "max_batch_tokens": ledger["max_batch_tokens"],
         "block_size": blocks["block_size"],
         "redis_s": max(0.0, notify_s),
     }
@@ -61,6 +68,22 @@ def cost_model(ledger: dict[str, Any], tensor: int, pipeline: int, notify_s: flo
         return calibrate({"step_times": steps, "cost": shape})
     except ValueError as error:
         raise CliError(f"the simulation cannot be calibrated: {error}", Exit.FAILED) from None
+
+
+async def _ledger(subject: server.Subject) -> dict[str, Any]:
+    async with client.Api(client.Server(subject.url, subject.key)) as api:
+        ledger: dict[str, Any]
+        (ledger,) = (await api.get("/debug/ledger"))["groups"]
+        return ledger
+
+
+async def _prompts(subject: server.Subject, seed: int) -> None:
+    """Prefills of several sizes, alone: a curve wants points that are far apart."""
+    async with subject.http() as http:
+        for number in range(PROMPTS):
+            for words in PROMPT_WORDS:
+                text = server.long_prompt(seed + number, words)
+                await server.ask(http, subject, text, 1)
 
 
 async def _cancels(subject: server.Subject, seed: int) -> dict[str, float]:

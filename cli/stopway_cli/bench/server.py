@@ -36,7 +36,7 @@ class Stream:
     """What one streamed answer was like."""
 
     tokens: int = 0
-    prompt_tokens: int = 0
+    computed_tokens: int = 0  # of the prompt: those that no cache had
     first_token_s: float | None = None
 
 
@@ -82,7 +82,9 @@ def count(stream: Stream, chunk: dict[str, Any], now_s: float) -> None:
             stream.first_token_s = now_s
     usage = chunk.get("usage") or {}
     stream.tokens = max(stream.tokens, int(usage.get("completion_tokens") or 0))
-    stream.prompt_tokens = int(usage.get("prompt_tokens") or stream.prompt_tokens)
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    if usage:
+        stream.computed_tokens = int(usage.get("prompt_tokens") or 0) - int(cached)
 
 
 async def ask(http: httpx.AsyncClient, subject: Subject, prompt: str, tokens: int) -> Stream:
@@ -233,9 +235,9 @@ async def _until(http: httpx.AsyncClient, kind: str, wanted: int) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-def long_prompt(seed: int) -> str:
-    """About 3,500 tokens that no prefix cache has seen under another ``seed``."""
-    return f"{seed} " + " ".join(f"word{(i * 7919 + seed) % 997}" for i in range(PREFILL_WORDS))
+def long_prompt(seed: int, words: int = PREFILL_WORDS) -> str:
+    """About four tokens a word that no prefix cache has seen under another ``seed``."""
+    return f"{seed} " + " ".join(f"word{(i * 7919 + seed) % 997}" for i in range(words))
 
 
 async def prefill(subject: Subject, repeats: int, seed: int) -> dict[str, Any]:

@@ -22,8 +22,9 @@ def calibrate(measured: Mapping[str, Any], otherwise: CostModel | None = None) -
 
     ``measured["step_times"]`` is a list of ``{"decode": rows, "prefill": tokens, "seconds": s}``,
     one for each measured step: at least two different numbers of decoding rows alone, and one step
-    with prefill tokens. The median of equal steps counts. ``measured["cost"]``, when there, has
-    more fields of the model (tensor, blocks, control_s ...). Raises ``FleetError``.
+    with prefill tokens. The median of equal steps counts, and of prefills of similar size (up to
+    twice each other), whose small differences would make for wild slopes. ``measured["cost"]``,
+    when there, has more fields of the model (tensor, blocks, control_s ...). Raises ``FleetError``.
     """
     model = otherwise or CostModel()
     steps = _steps(measured.get("step_times"))
@@ -36,11 +37,17 @@ def calibrate(measured: Mapping[str, Any], otherwise: CostModel | None = None) -
     (x1, y1), (x2, y2) = sorted(alone.items())[:2]
     base = min(y1, max(0.0, y1 - (y2 - y1) / (x2 - x1) * x1))
     decode = _rising({rows: s - base for rows, s in alone.items()})
-    prefill: dict[int, list[float]] = {}
+    prefill: dict[int, list[tuple[int, float]]] = {}
     for (rows, tokens), s in steps.items():
         if tokens:
-            prefill.setdefault(tokens, []).append(s - base - curve(decode, rows))
-    points = _rising({tokens: median(found) for tokens, found in prefill.items()})
+            own = s - base - curve(decode, rows)
+            prefill.setdefault(tokens.bit_length(), []).append((tokens, own))
+    points = _rising(
+        {
+            round(median(tokens for tokens, _ in found)): median(s for _, s in found)
+            for found in prefill.values()
+        }
+    )
     cost = measured.get("cost", {})
     if not isinstance(cost, Mapping):
         raise FleetError("cost: the measurements' cost must be an object of the model's fields")

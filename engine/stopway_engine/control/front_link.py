@@ -144,5 +144,6 @@ def snapshot(leader: Leader) -> dict[str, Any]:
         "running": planner.running,
         "waiting": planner.waiting,
         "requests": requests[:1000],
+        "max_batch_tokens": planner.config.max_batch_tokens,
         "step_times": [[*shape, round(seconds, 6)] for *shape, seconds in leader.step_times],
     }

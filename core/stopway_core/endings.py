@@ -50,7 +50,9 @@ class Endings:
         """
         mark = choice.mark
         if mark is not None:
-            reason, keep = mark.reason, mark.keep
+            reason = mark.reason
+            if mark.keep is not None:  # else what comes until its end is delivered
+                keep = mark.keep if keep is None else min(keep, mark.keep)
         rid = choice.rid if choice.seq is not None else 0
         produced = choice.output_len
         keep = produced if keep is None else min(keep, produced)

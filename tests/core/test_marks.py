@@ -88,3 +88,17 @@ def test_who_was_retracted_to_the_tail_runs_to_its_end_while_the_queue_stands(ri
     r.turn(r.submit("d"))
     r.run()
     assert [c.uid for c in r.planner.requests.by_key.values()] == ["c", "d"]
+
+
+def test_what_ends_a_marked_request_says_how_much_of_it_was_delivered(rig: Rigs) -> None:
+    """Both steps in flight come back at once, and the first of them ends it."""
+    r = rig(policy="tensorrt-llm", window=2)
+    r.turn(r.submit("a", max_tokens=9))
+    r.turn(r.result())
+    r.maybe()
+    assert len(r.replica.in_flight) == 2
+    r.turn(r.stop("s", "a"))
+    planned = r.turn(r.result(r.EOS), r.result(8, skip=1))
+    (ended,) = planned.outputs.ended
+    assert planned.outputs.tokens == [r.EOS] and ended.reason == "client_cancel"
+    assert (ended.keep, ended.discarded_tokens) == (2, 1)

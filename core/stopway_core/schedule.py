@@ -312,7 +312,9 @@ class Schedule:
             if not self._yield_to(choice, short, seats, turn):
                 self._stuck = tried
                 return False
-            if self._shortage(choice) > 0:  # whose blocks it would have shared has gone
+            # What it would have shared with those who went is cached now, and not to be had: they
+            # may have freed less than it seemed. Then it is asked again in the next turn.
+            if self._shortage(choice) + growth > 0:
                 return False
         self._stuck = None
         self._admit(now, choice, turn)

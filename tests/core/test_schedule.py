@@ -330,3 +330,16 @@ def test_a_marked_request_is_not_admitted_any_more(rig: Rigs) -> None:
     planned = r.turn(r.result(), r.stop("s", "a.1"))  # it might fork, and would launch nothing
     assert planned.turn.admits == []
     assert [e.index for e in r.turn().outputs.ended] == [1]
+
+
+def test_who_yields_frees_nothing_that_the_other_one_shares(rig: Rigs) -> None:
+    """What the victim's blocks have is what the important one starts with: they stay in use."""
+    r = rig(blocks=6)
+    r.turn(
+        r.submit("o", [50 + i for i in range(8)], max_tokens=9),
+        r.submit("v", 8, priority=1, max_tokens=9),
+    )
+    planned = r.turn(r.result(), r.submit("c", 13, priority=-1, max_tokens=1))
+    assert planned.turn.preempts == [2] and planned.turn.launch.decode == [1]
+    r.run()
+    assert not r.planner.requests.by_key

@@ -49,10 +49,13 @@ class Reserves:
         )
         return blocks + more
 
-    def preempted(self, left: Sequence[Choice]) -> None:
-        """Somebody had to go; ``left`` run on."""
+    def preempted(self, runners: Callable[[], Sequence[Choice]]) -> None:
+        """Somebody had to go; those that ``runners`` returns run on."""
+        if self._kind is not Reserve.RATIO:
+            return
+        left = runners()
         asked = sum(choice.length_max - choice.prompt_len for choice in left)
-        if self._kind is Reserve.RATIO and asked:
+        if asked:
             made = sum(choice.output_len for choice in left)
             self._ratio = min(1.0, (made + RATIO_AHEAD * len(left)) / asked)
 

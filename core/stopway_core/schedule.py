@@ -280,7 +280,7 @@ class Schedule:
             self.waiting.push_front(choice)
         else:
             self.waiting.push(choice)
-        self._reserves.preempted(self._runners())
+        self._reserves.preempted(self._runners)
 
     def _evict(self, turn: Turn) -> None:
         """Let cached blocks go, by policy, until those left could run on for some steps.
@@ -367,17 +367,18 @@ class Schedule:
         if turn.admits or turn.evicts:
             return False
         less = [other for other in self._runners() if other.priority > choice.priority]
-        useful = [one for one in map(self._candidate, less) if one.frees]
+        less.sort(key=_rank, reverse=True)
+        candidates = [self._candidate(other) for other in less]
+        useful = [one for one in candidates if one.frees]
         if self.config.policy.victim(useful, short) is None:
             return False  # nobody is less important, or the policy never preempts
         chosen: list[Choice] = []
-        for other in sorted(less, key=_rank, reverse=True):
+        for other, candidate in zip(less, candidates, strict=True):
             if short <= 0 and seats <= 0:
                 break
-            frees = self._candidate(other).frees
-            if frees or short <= 0:
+            if candidate.frees or short <= 0:
                 chosen.append(other)
-                short -= frees
+                short -= candidate.frees
                 seats -= 1
         if short > 0 or seats > 0:
             return False

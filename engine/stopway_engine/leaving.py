@@ -17,16 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stopway_core.leaving import SHARED_ROWS_MIN, pays
 from stopway_core.types import RowWork
 from stopway_engine.batch import Batch
-
-PAYS = 4
-"""Rows leave when at least one in this many of the batch is dead: making the batch anew takes about
-as long as a layer needs for a few rows."""
-
-SHARED_ROWS_MIN = 33
-"""Batch rows from which on the ranks tell each other. Below that, a step is a matter of tens of
-milliseconds, and one row more would be a larger part of its sums."""
 
 CUDA_EVERY = 8
 """On CUDA reading a sum waits for the device, so that its queue runs dry: one in so many layers."""
@@ -98,7 +91,7 @@ class Watch:
         else:
             return set()
         tokens = sum(batch.spans[i][1] for i in dead)
-        return dead if tokens * PAYS >= batch.n else set()
+        return dead if pays(tokens, batch.n) else set()
 
     def bits(self, layer: int, rows: Sequence[RowWork], batch: Batch, width: int) -> Tensor | None:
         """What this rank says to the others of its stage: f32 [1, width], 1 for a dead row.

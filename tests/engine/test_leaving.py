@@ -7,10 +7,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from stopway_core.leaving import SHARED_ROWS_MIN
 from stopway_core.types import DROPPED, RowWork, SamplingParams, StepWork
 from stopway_engine.batch import build_batch
 from stopway_engine.executor import Executor
-from stopway_engine.leaving import SHARED_ROWS_MIN, Stayed, Watch
+from stopway_engine.leaving import Stayed, Watch
 
 PARAMS = SamplingParams(temperature=0.0, logprobs=3)
 CPU = torch.device("cpu")

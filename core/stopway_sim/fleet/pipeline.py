@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from stopway_core.leaving import SHARED_ROWS_MIN, pays
 from stopway_core.types import StepWork
 from stopway_sim.fleet.cost import CostModel
 
 LAYERS_TO_LEAVE = 2  # rows that are to leave during layer L are gone after L + 1, at the latest
-PAYS = 4  # rows leave when one in so many of the step's tokens is dead, as in the engine
-SHARED_TOKENS_MIN = 33  # with several ranks a stage, only from so many tokens on, likewise
 
 
 @dataclass(slots=True)
@@ -83,7 +82,7 @@ class Pipeline:
         total = len(run.decode) + sum(run.prefill.values())
         dead = sum(run.prefill.get(rid, 1) for rid in run.dead)
         shared = self._cost.tensor > 1
-        return bool(dead) and dead * PAYS >= total and (not shared or total >= SHARED_TOKENS_MIN)
+        return pays(dead, total) and (not shared or total >= SHARED_ROWS_MIN)
 
     def _shorten(self, run: StepRun, now: float) -> None:
         cost = self._cost

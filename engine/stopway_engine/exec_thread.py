@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from stopway_core.types import StepResult, StepWork
+from stopway_engine.outbox import Outbox
 
 
 class Runner(Protocol):
@@ -45,8 +44,7 @@ class ExecThread:
     def __init__(self, build: Callable[[], Runner]) -> None:
         self._build = build
         self._work: queue.SimpleQueue[StepWork | None] = queue.SimpleQueue()
-        self._done: deque[Done | Failed] = deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._done: Outbox[Done | Failed] = Outbox()
         self.ready = False
         self.started_at: float | None = None  # monotonic, of the step that runs now
         self._thread = threading.Thread(target=self._main, name="exec", daemon=True)
@@ -56,21 +54,14 @@ class ExecThread:
 
     def fileno(self) -> int:
         """Readable when ``take`` has something (or ``ready`` has become true)."""
-        return self._wake
+        return self._done.fileno()
 
     def submit(self, work: StepWork) -> None:
         self._work.put(work)
 
     def take(self) -> list[Done | Failed]:
         """What has happened since the last call."""
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            return []
-        taken = []
-        while self._done:
-            taken.append(self._done.popleft())
-        return taken
+        return self._done.take()
 
     def finish(self, timeout_s: float) -> None:
         """Run what is queued, then end; waits at most ``timeout_s``."""
@@ -81,15 +72,13 @@ class ExecThread:
         try:
             runner = self._build()
             self.ready = True
-            os.eventfd_write(self._wake, 1)
+            self._done.wake()
             while (work := self._work.get()) is not None:
                 self.started_at = started = time.monotonic()
                 result = runner.run(work)
                 self.started_at = None
                 seconds = time.monotonic() - started
-                self._done.append(Done(work.step, time.time(), seconds, result))
-                os.eventfd_write(self._wake, 1)
+                self._done.put(Done(work.step, time.time(), seconds, result))
         except BaseException as error:  # whatever it was, the control thread must hear of it
             traceback.print_exc()
-            self._done.append(Failed(f"{type(error).__name__}: {error}"))
-            os.eventfd_write(self._wake, 1)
+            self._done.put(Failed(f"{type(error).__name__}: {error}"))

@@ -6,16 +6,15 @@ go of the interpreter while it compiles.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 
 from llguidance import LLMatcher, LLTokenizer
 
 from stopway_engine.grammar.matchers import GrammarTable
 from stopway_engine.grammar.spec import GrammarError, explain, limits, source_of
+from stopway_engine.outbox import Outbox
 from stopway_engine.tokenizer import TextCodec
 
 
@@ -61,9 +60,7 @@ class GrammarCompiler:
         self.table: GrammarTable = {}
         self._load = load
         self._work: queue.SimpleQueue[tuple[int, str | None] | None] = queue.SimpleQueue()
-        self._done: deque[tuple[int, str]] = deque()
-        self._broken = ""
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._done: Outbox[tuple[int, str] | CompilerError] = Outbox()
         self._thread = threading.Thread(target=self._main, name="grammar", daemon=True)
 
     def start(self) -> None:
@@ -72,7 +69,7 @@ class GrammarCompiler:
 
     def fileno(self) -> int:
         """Readable when ``take`` has something, or raises."""
-        return self._wake
+        return self._done.fileno()
 
     def compile(self, slot: int, text: str) -> None:
         """Compile a constraint into ``slot``; ``take`` has the outcome some time later."""
@@ -87,15 +84,11 @@ class GrammarCompiler:
 
         Raises ``CompilerError`` when the thread could not begin: that is no grammar's fault.
         """
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            return []
-        if self._broken:
-            raise CompilerError(self._broken)
         taken = []
-        while self._done:
-            taken.append(self._done.popleft())
+        for item in self._done.take():
+            if isinstance(item, CompilerError):
+                raise item
+            taken.append(item)
         return taken
 
     def finish(self, timeout_s: float) -> None:
@@ -107,11 +100,11 @@ class GrammarCompiler:
         try:
             tokenizer = make_tokenizer(self._load())
         except Exception as problem:  # whatever it was, the control loop must hear of it
-            self._broken = (
+            message = (
                 "the grammar compiler cannot take in the model's tokenizer "
                 f"({_reason(problem)}); check the model's files"
             )
-            os.eventfd_write(self._wake, 1)
+            self._done.put(CompilerError(message))
             return
         while (work := self._work.get()) is not None:
             slot, text = work
@@ -123,8 +116,7 @@ class GrammarCompiler:
                 self.table[slot] = _compile(tokenizer, text)
             except Exception as problem:  # whoever waits for the grammar must hear of it
                 error = _reason(problem)
-            self._done.append((slot, error))
-            os.eventfd_write(self._wake, 1)
+            self._done.put((slot, error))
 
 
 def _reason(problem: Exception) -> str:

@@ -117,8 +117,14 @@ class Planner:
 
     @property
     def drained(self) -> bool:
-        """Whether a drain has nothing left to wait for."""
-        return self.draining and not self.requests.by_key and not self.replica.in_flight
+        """Whether a drain has nothing left to wait for, on any rank.
+
+        A result comes from one rank. The others may still be in its step, and a rank that leaves
+        then never says that what was stopped came back.
+        """
+        if not self.draining or self.requests.by_key or self.replica.in_flight:
+            return False
+        return self.receipts.settled(self.replica.step)
 
     def next_timer(self) -> float | None:
         """When a turn is due even if nothing happens; ``None`` when nothing waits for time."""

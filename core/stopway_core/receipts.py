@@ -53,8 +53,8 @@ class Receipt:
     count: int = 0
     already: int = 0  # of them, those that had ended before
     outcomes: dict[str, int] = field(default_factory=dict)
+    # The newest: a stop that came before its request, or that its policy defers, has several.
     turn_effective: int | None = None
-    turn_latest: int = 0  # a stop that came before its request takes effect twice
     drain_step: int = 0
     marked: int = 0  # of the requests, those on which it has yet to take effect
     tokens_discarded: int = 0
@@ -139,9 +139,7 @@ class ReceiptBook:
         receipt = self._receipts.get(applied.stop_id)
         if receipt is None:  # more stops in one turn than are kept
             return
-        if receipt.turn_effective is None:
-            receipt.turn_effective = turn
-        receipt.turn_latest = turn
+        receipt.turn_effective = turn
         for part in receipt.parts:  # a late match: the stop takes effect once more
             part.stopped_at = part.reclaimed_at = None
         receipt.drain_step = max(receipt.drain_step, applied.drain_step)
@@ -166,8 +164,8 @@ class ReceiptBook:
         self, stop_id: str, receipt: Receipt, rank: int, applied_at: float, executed_at: float
     ) -> None:
         part = receipt.parts[rank]
-        turn = receipt.turn_latest
-        if self._applied[rank] < turn:
+        turn = receipt.turn_effective
+        if turn is None or self._applied[rank] < turn:
             return
         if part.stopped_at is None:
             part.stopped_at = applied_at
@@ -194,6 +192,10 @@ class ReceiptBook:
         self._changed.clear()
         return out
 
+    def settled(self, step: int) -> bool:
+        """Whether every rank has executed ``step``, and nothing that was stopped is pending."""
+        return not self._open and min(self._executed) >= step
+
     def touch(self, stop_id: str) -> None:
         """Publish a receipt again (its gateway asked, so the last answer may be lost)."""
         receipt = self._receipts.get(stop_id)
@@ -209,7 +211,7 @@ class ReceiptBook:
             pending.append(f"{receipt.marked} requests that the policy has yet to end")
         for info, part in zip(self.ranks, receipt.parts, strict=True):
             if part.stopped_at is None:
-                pending.append(f"rank {info.rank}: turn {receipt.turn_latest}")
+                pending.append(f"rank {info.rank}: turn {receipt.turn_effective}")
             elif part.reclaimed_at is None:
                 pending.append(f"rank {info.rank}: step {receipt.drain_step} in flight")
         return pending

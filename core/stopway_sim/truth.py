@@ -330,6 +330,8 @@ class Truth:
         again = before is not None and _ORDER[status] < _ORDER[before]
         require(not again or receipt["status"] == "noticed", f"{name} after {before}")
         self.status[stop_id] = status
+        turn = self._turn_of_stop[stop_id]
+        require(receipt["turn_effective"] == turn, f"{name}: took effect in turn {turn}")
         ranks = receipt["ranks"]
         require(len(ranks) == len(self.group.ranks), f"{name} lacks a rank")
         require(sum(receipt["outcome"].values()) == receipt["count"], f"{name}: counts differ")
@@ -357,6 +359,18 @@ class Truth:
             times = (part["noticed_at"], part["stopped_at"], part["reclaimed_at"])
             require(None not in times, f"{where}: a time is missing")
             require(times[0] <= times[1] <= times[2], f"{where}: times out of order {times}")
+
+    def drained(self) -> None:
+        """The leader lets everybody go: nothing runs on any rank, and every stop is proved."""
+        self._coverage["groups drained"] += 1
+        step = self.group.planner.replica.step
+        for rank in self.group.ranks:
+            require(
+                rank.executed == step,
+                f"drained: rank {rank.rank} has run step {rank.executed} of {step}",
+            )
+        for stop_id, status in self.status.items():
+            require(_ORDER[status] == 3, f"drained: stop {stop_id} is left {status}")
 
     def finish(self) -> None:
         """The epoch is over in peace: everybody has an outcome, every stop its last status."""

@@ -423,6 +423,8 @@ class World:
             self.truth.receipt(receipt)
             for gateway in self.gateways:
                 gateway.receipt(group.epoch, receipt)
+        if group.planner.drained:
+            self.truth.drained()
 
     def report(self, seed: int) -> Report:
         """What the run came to."""

@@ -101,7 +101,7 @@ def test_a_stop_before_its_request(rig: Rigs) -> None:
     assert planned.turn.stops[0].stop_id == "s" and planned.turn.launch is None
     receipt = r.receipts.get("s")
     assert (receipt.count, receipt.outcomes) == (1, {"unknown": 0, "stopped": 1})
-    assert (receipt.turn_effective, receipt.turn_latest) == (1, 2)
+    assert receipt.turn_effective == 2
 
 
 def test_a_stop_and_its_request_in_one_turn_in_either_order(rig: Rigs) -> None:
@@ -367,7 +367,23 @@ def test_a_drain_takes_no_more_and_stops_what_is_left_in_the_end(rig: Rigs) -> N
     assert ends(r.turn()) == [("b", "drain", 0, 1)]
     assert not r.planner.drained  # a step is in flight
     r.turn(r.result())
+    assert not r.planner.drained  # a rank may still be in it
+    r.receipts.progress(0, r.replica.turn, r.now, r.replica.step, r.now)
     assert r.planner.drained and r.planner.next_timer() is None
+
+
+def test_a_drain_waits_until_every_rank_has_proved_every_stop(rig: Rigs) -> None:
+    """The result of the last step comes from one rank; the other is still in that step."""
+    r = rig(ranks=2)
+    r.turn(r.submit("a", max_tokens=50))
+    assert ends(r.turn(DrainStarted(r.now))) == [("a", "drain", 0, 1)]
+    r.turn(r.result())
+    step, turn = r.replica.step, r.replica.turn
+    r.receipts.progress(0, turn, r.now, step, r.now)
+    r.receipts.progress(1, turn, r.now, step - 1, r.now)
+    assert not r.planner.drained
+    r.receipts.progress(1, turn, r.now, step, r.now)
+    assert r.planner.drained
 
 
 def test_an_idle_group_is_drained_at_once(rig: Rigs) -> None:

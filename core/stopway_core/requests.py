@@ -15,7 +15,7 @@ from stopway_core import names
 from stopway_core.drafts import Drafter
 from stopway_core.lifecycle import Event, State, after
 from stopway_core.sequence import Seq
-from stopway_core.types import Outcome, SamplingParams, Stop, Submission, Target, covers
+from stopway_core.types import Outcome, SamplingParams, Stop, Submission, covers
 
 if TYPE_CHECKING:
     from stopway_core.marks import Mark
@@ -190,7 +190,7 @@ class RequestTable:
         """The stop that waited for this request or choice, if its sender may stop it."""
         return self._tombstones.get(_grave(uid, tenant)) or self._tombstones.get(_grave(uid, ""))
 
-    def select(self, target: Target, stop: Stop) -> Iterator[Choice]:
+    def select(self, stop: Stop) -> Iterator[Choice]:
         """The living choices that a selector covers, oldest first."""
         for choice in list(self.by_key.values()):
             submission = choice.submission
@@ -198,11 +198,7 @@ class RequestTable:
                 continue
             if not covers(stop, submission.minted_at):
                 continue
-            if (
-                target.everything
-                or (target.tenant and target.tenant == submission.tenant)
-                or (target.conversation and target.conversation == submission.conversation)
-            ):
+            if stop.target.selects(submission.tenant, submission.conversation):
                 yield choice
 
     def of_gateway(self, gateway: str) -> list[Choice]:

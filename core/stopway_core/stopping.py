@@ -55,7 +55,7 @@ class Stopping:
 
     def selector(self, stop: Stop, receipt: Receipt, composing: Composing) -> None:
         """Stop all that a selector means now."""
-        for choice in self._requests.select(stop.target, stop):
+        for choice in self._requests.select(stop):
             self._choice(choice, stop, receipt, composing)
 
     def came_with(self, stop: Stop, composing: Composing) -> None:

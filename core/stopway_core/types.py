@@ -134,6 +134,12 @@ class Target:
     tenant: str = ""
     everything: bool = False
 
+    def selects(self, tenant: str, conversation: str) -> bool:
+        """Whether a selector means a request of this tenant, in this conversation ("": none)."""
+        if self.conversation:
+            return self.conversation == conversation
+        return self.everything or bool(self.tenant and self.tenant == tenant)
+
 
 @dataclass(frozen=True, slots=True)
 class Stop:

@@ -75,11 +75,9 @@ class RequestsTable:
             found = (self._live.get(uid) for uid in target.uids)
             chosen = [request for request in found if request is not None]
         else:
-            chosen = [request for request in self._live.values() if _selects(target, request)]
+            chosen = [
+                request
+                for request in self._live.values()
+                if target.selects(request.tenant, request.generation.conversation)
+            ]
         return [request for request in chosen if principal.reaches(request.tenant)]
-
-
-def _selects(target: Target, request: Request) -> bool:
-    if target.conversation:
-        return request.generation.conversation == target.conversation
-    return target.everything or request.tenant == target.tenant

@@ -1,5 +1,7 @@
 """What the leader remembers of the dead and of the unborn: bounded in time and number."""
 
+from dataclasses import replace
+
 import pytest
 
 from stopway_core import requests
@@ -94,7 +96,7 @@ def test_selectors_respect_tenants() -> None:
     add(table, submission("b", "other", conversation="c"), 2)
 
     def chosen(target: Target, who: Stop) -> list[str]:
-        return [c.uid for c in table.select(target, who)]
+        return [c.uid for c in table.select(replace(who, target=target))]
 
     everybody = stop("s", tenant="ops", admin=True)
     assert chosen(Target(conversation="c"), stop()) == ["a"]

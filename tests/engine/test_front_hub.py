@@ -195,10 +195,17 @@ def slow_checks(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[
     return go_on, checked
 
 
-def stop_of(*uids: str, tenant: str = "t", admin: bool = False) -> dict[str, Any]:
-    target, reason = Target(uids=uids), Reason.CLIENT_DISCONNECT
-    stop = Stop(f"stop-{tenant}", target, reason, tenant, admin, issued_at=time.time())
-    return sign(stop, "0123456789abcdef")
+def send_stop(
+    hub: Hub,
+    *uids: str,
+    target: Target | None = None,
+    tenant: str = "t",
+    admin: bool = False,
+    age_s: float = 0.0,
+) -> None:
+    aim, reason = target or Target(uids=uids), Reason.CLIENT_DISCONNECT
+    stop = Stop(f"stop-{tenant}", aim, reason, tenant, admin, issued_at=time.time() - age_s)
+    hub.stop(stop, sign(stop, "0123456789abcdef"))
 
 
 async def test_one_tenants_grammars_do_not_make_anothers_wait(
@@ -218,32 +225,56 @@ async def test_one_tenants_grammars_do_not_make_anothers_wait(
     assert checked.index("b") <= CHECKERS + 1 and len(engine.submits) == 21
 
 
-@pytest.mark.parametrize("how", ["stop", "admin", "lost"])
+@pytest.mark.parametrize("how", ["stop", "admin", "lost", "conversation", "tenant", "all"])
 async def test_nobody_checks_the_grammar_of_one_who_has_left(
     hub: Hub, session: FakeSession, engine: Engine, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     go_on, checked = slow_checks(monkeypatch)
     uids = [f"a{n}" for n in range(20)]
-    tasks = [asyncio.create_task(hub.submit(session, submit(uid, grammar=uid))) for uid in uids]
+    tasks = [
+        asyncio.create_task(hub.submit(session, submit(uid, grammar=uid, conversation="c")))
+        for uid in uids
+    ]
     await asyncio.sleep(0)
     if how == "lost":
         hub.closed(session)
-    else:
+    elif how in ("stop", "admin"):
         by_admin = how == "admin"
-        hub.stop(stop_of(*uids, tenant="x" if by_admin else "t", admin=by_admin))
+        send_stop(hub, *uids, tenant="x" if by_admin else "t", admin=by_admin)
+    else:
+        selectors = {
+            "conversation": Target(conversation="c"),
+            "tenant": Target(tenant="t"),
+            "all": Target(everything=True),
+        }
+        send_stop(hub, target=selectors[how])
     await asyncio.gather(*tasks)  # although no check has ended
     go_on.set()
     assert len(checked) <= CHECKERS and not engine.submits
     assert {message["uid"] for message in session.of("refused")} == set(uids)
 
 
-async def test_a_foreign_tenants_stop_leaves_a_check_alone(
-    hub: Hub, session: FakeSession, engine: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "stop",
+    [
+        {"tenant": "other"},
+        {"tenant": "other", "target": Target(everything=True)},
+        {"target": Target(conversation="another")},
+        {"target": Target(everything=True), "age_s": 60.0},  # sent again: it was before this one
+    ],
+    ids=["a foreign tenant's", "all of a foreign tenant's", "another conversation", "an old one"],
+)
+async def test_a_stop_of_others_leaves_a_check_alone(
+    hub: Hub,
+    session: FakeSession,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: dict[str, Any],
 ) -> None:
     go_on, _ = slow_checks(monkeypatch)
-    task = asyncio.create_task(hub.submit(session, submit("a", grammar="a")))
+    task = asyncio.create_task(hub.submit(session, submit("a", grammar="a", conversation="c")))
     await asyncio.sleep(0)
-    hub.stop(stop_of("a", tenant="other"))
+    send_stop(hub, *([] if "target" in stop else ["a"]), **stop)
     go_on.set()
     await task
     assert [body["uid"] for body in engine.submits] == ["a"] and not session.of("refused")
@@ -325,7 +356,7 @@ async def test_a_tenant_may_have_so_many_grammars_in_the_line(
     (refused,) = session.of("refused")
     assert (refused["uid"], refused["status"], refused["code"]) == ("late", 429, "queue_full")
     tasks += [start("other", "other")]
-    hub.stop(stop_of(f"a{CHECKERS}"))
+    send_stop(hub, f"a{CHECKERS}")
     await tasks[CHECKERS]  # its place is free
     tasks += [start("again")]
     await asyncio.sleep(0)

@@ -74,11 +74,11 @@ class FrontApp:
 
     def _stop(self, entry: Any) -> bool:
         try:
-            verify(entry, {"1": self._secret}, now=time.time())
+            stop = verify(entry, {"1": self._secret}, now=time.time())
         except StopError as error:
             print(f"a stop was refused: {error}", file=sys.stderr, flush=True)
             return False
-        self._hub.stop(entry)
+        self._hub.stop(stop, entry)
         return True
 
     async def ledger(self, request: Request) -> JSONResponse:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from stopway_core.types import Stop, covers
 from stopway_engine.front.requests import Rejected
 
 CHECKERS = 2  # threads; each waits for a process that compiles
@@ -24,8 +26,17 @@ class _Check:
     uid: str
     lease: str
     tenant: str
+    conversation: str
+    minted_at: float
     grammar: str
     verdict: asyncio.Future[None]
+
+    def is_meant_by(self, stop: Stop) -> bool:
+        """Whether ``stop`` is aimed at its request, by somebody who may."""
+        if not (stop.admin or stop.tenant == self.tenant) or not covers(stop, self.minted_at):
+            return False
+        target = stop.target
+        return self.uid in target.uids or target.selects(self.tenant, self.conversation)
 
 
 class GrammarChecks:
@@ -39,14 +50,23 @@ class GrammarChecks:
         self._lines: dict[str, deque[_Check]] = {}  # by tenant; the first is next
         self._open: dict[str, _Check] = {}  # by uid, waiting or being checked
 
-    async def check(self, uid: str, lease: str, tenant: str, grammar: str) -> None:
-        """Wait for the verdict on a request's grammar. Raises ``Rejected``."""
+    async def check(self, message: Mapping[str, Any], lease: str) -> None:
+        """Wait for the verdict on the grammar of a submitted request. Raises ``Rejected``."""
+        uid, tenant = message["uid"], message["tenant"]
         waiting = len(self._lines.get(tenant, ()))
         if waiting >= WAITING_MAX:
-            message = f"{waiting} grammars wait to be checked; try later"
-            raise Rejected(message, status=429, code="queue_full", param=None)
+            full = f"{waiting} grammars wait to be checked; try later"
+            raise Rejected(full, status=429, code="queue_full", param=None)
         verdict: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        check = _Check(uid, lease, tenant, grammar, verdict)
+        check = _Check(
+            uid,
+            lease,
+            tenant,
+            message.get("conversation") or "",
+            message["minted_at"],
+            message["grammar"],
+            verdict,
+        )
         self._open[uid] = check
         self._lines.setdefault(tenant, deque()).append(check)
         self._start()
@@ -57,11 +77,10 @@ class GrammarChecks:
                 del self._open[uid]
             self._leave(check)
 
-    def stop(self, uids: Iterable[str], tenant: str, *, admin: bool) -> None:
-        """Reject those of these requests that ``tenant`` may stop: nobody waits for them now."""
-        for uid in uids:
-            check = self._open.get(uid)
-            if check is not None and (admin or check.tenant == tenant):
+    def stop(self, stop: Stop) -> None:
+        """Reject those that a stop is aimed at: nobody waits for them now."""
+        for check in self._open.values():
+            if check.is_meant_by(stop):
                 _reject(check)
 
     def lose(self, lease: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from stopway_core import names
 from stopway_core.admission import REFUSE_DRAIN
 from stopway_core.events import Mode
-from stopway_core.types import Outcome, Reason, finish_reason_of
+from stopway_core.types import Outcome, Reason, Stop, finish_reason_of
 from stopway_core.wire import Frame, FrameKind, encode
 from stopway_engine.config import PodConfig
 from stopway_engine.control.front_link import submit_frame
@@ -137,10 +137,9 @@ class Hub:
         self._requests[uid] = request
         self._send_engine(submit_frame(made))
 
-    def stop(self, entry: dict[str, Any]) -> None:
-        """Pass on a stop, whose signature has been checked; it may come many times."""
-        uids = entry["target"].get("uids") or ()
-        self._preparation.checks.stop(uids, entry["tenant"], admin=entry["admin"])
+    def stop(self, stop: Stop, entry: dict[str, Any]) -> None:
+        """Pass on the entry of a stop, which has been verified; it may come many times."""
+        self._preparation.checks.stop(stop)
         connected = self._send_engine is not None
         if self.stops.passed(entry, sent=connected) and connected:
             self._engine({"stop": entry})

@@ -88,10 +88,9 @@ class Preparation:
         limit = model_len_max or self._codec.context
         try:
             async with asyncio.timeout_at(clock.ends_at):
-                if grammar := message.get("grammar"):
+                if message.get("grammar"):
                     check_size(message["prompt"], self._codec, limit)
-                    uid, tenant = message["uid"], message["tenant"]
-                    await self.checks.check(uid, lease, tenant, grammar)
+                    await self.checks.check(message, lease)
                 return await loop.run_in_executor(
                     self._tokenizing, prompt_tokens, message, self._codec, limit
                 )

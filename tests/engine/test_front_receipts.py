@@ -79,3 +79,27 @@ async def test_without_redis_nothing_is_kept(capsys: pytest.CaptureFixture[str])
     publisher.publish({"stop_id": "1"})
     await publisher.run()
     assert not capsys.readouterr().err
+
+
+async def test_the_last_receipts_are_added_before_it_ends(redis: FakeRedis) -> None:
+    publisher = ReceiptPublisher("redis://host:1", "stream")
+    running = asyncio.create_task(publisher.run())
+    publisher.publish({"stop_id": "1"})
+    publisher.publish({"stop_id": "2"})
+    await publisher.flush(5.0)
+    assert redis.added == ["1", "2"]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_redis_that_does_not_answer_holds_up_no_end(
+    redis: FakeRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis, "xtrim", lambda *_, **__: asyncio.Event().wait())
+    publisher = ReceiptPublisher("redis://host:1", "stream")
+    running = asyncio.create_task(publisher.run())
+    publisher.publish({"stop_id": "1"})
+    await publisher.flush(0.01)
+    assert not running.done()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

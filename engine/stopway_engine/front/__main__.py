@@ -19,6 +19,8 @@ from stopway_engine.http import HttpServer
 from stopway_engine.modelspec import ModelError, resolve_model
 from stopway_engine.tokenizer import load_codec
 
+FLUSH_S = 1.0
+
 
 async def engine_connection(
     hub: Hub, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -70,6 +72,7 @@ async def serve(config: PodConfig) -> None:
         await server.serve(sockets=[sock])
     finally:
         connections.close()
+        await publisher.flush(FLUSH_S)
         publishing.cancel()
         await asyncio.gather(publishing, return_exceptions=True)
 

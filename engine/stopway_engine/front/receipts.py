@@ -48,9 +48,10 @@ class ReceiptPublisher:
             try:
                 while True:
                     receipt = await self._queue.get()
-                    added = await client.xadd(self._stream, {"receipt": json.dumps(receipt)})
-                    oldest = int(str(added).split("-")[0]) - KEEP_S * 1000
-                    await client.xtrim(self._stream, minid=oldest, approximate=True)
+                    try:
+                        await self._add(client, receipt)
+                    finally:
+                        self._queue.task_done()
                     self._succeeded()
             except (RedisError, OSError) as error:
                 self._failed(error)
@@ -58,6 +59,16 @@ class ReceiptPublisher:
             finally:
                 with contextlib.suppress(RedisError, OSError, TimeoutError):
                     await asyncio.wait_for(client.aclose(), 1.0)
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until what is queued was added, at most so long: the last word of a drain."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._queue.join(), timeout_s)
+
+    async def _add(self, client: redis.Redis, receipt: dict[str, Any]) -> None:
+        added = await client.xadd(self._stream, {"receipt": json.dumps(receipt)})
+        oldest = int(str(added).split("-")[0]) - KEEP_S * 1000
+        await client.xtrim(self._stream, minid=oldest, approximate=True)
 
     def _failed(self, error: Exception) -> None:
         """Say so once for each time that Redis is away; one receipt goes with each failure."""

@@ -59,12 +59,14 @@ class WaitingQueue:
 
     def replace(self, choice: Choice, heir: Choice) -> bool:
         """Give the place of a choice to another of its request; False when it is not here."""
+        found = False
         for line in self._lines.get(choice.priority, ()):
             if choice.arrival in line:
-                heir.arrival = choice.arrival
                 line[choice.arrival] = heir
-                return True
-        return False
+                found = True
+        if found:
+            heir.arrival = choice.arrival
+        return found
 
     def head(self, *, started: bool = False) -> Choice | None:
         """Who is next; with ``started`` only among those that had started."""

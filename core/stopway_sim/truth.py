@@ -233,10 +233,12 @@ class Truth:
                 continue
             if planner.mode is Mode.WAITING and not self._started(self.by_key[other.key]):
                 continue
+            # One that had started, or its heir, has a place of its own, by its policy.
+            back = other.preemptions or self._started(self.by_key[other.key])
             passed = other.priority < choice.priority or (
                 other.priority == choice.priority
                 and other.arrival < choice.arrival
-                and not (started or other.preemptions)
+                and not (started or back)
                 # Who waited for a grammar is queued when that is ready.
                 and not (choice.submission.grammar or other.submission.grammar)
             )

@@ -58,6 +58,16 @@ def test_an_heir_takes_the_place_in_either_line() -> None:
     assert len(queue) == 4 and drain(queue) == [3, 11, 10, 1]
 
 
+def test_the_heir_of_one_that_had_started_stands_among_those_that_had() -> None:
+    queue = WaitingQueue()
+    first, heir = choice(1), choice(2)
+    first.preemptions = 1
+    queue.push(first)
+    assert queue.replace(first, heir)
+    assert queue.head(started=True) is heir and queue.head() is heir
+    assert queue.remove(heir) and len(queue) == 0 and queue.head(started=True) is None
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["push", "front", "remove", "head"]), st.integers(0, 7)),

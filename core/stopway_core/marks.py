@@ -69,7 +69,9 @@ def may_launch(choice: Choice) -> bool:
     if mark is None:
         return True
     if mark.effect is Effect.NEXT_RESULT:
-        return not mark.waits_for and choice.state is State.DECODING
+        # Once more, also when a step in flight will end it: its result is not known yet.
+        seq = choice.seq
+        return choice.state is State.DECODING and seq is not None and seq.last_step <= mark.step
     if mark.effect in (Effect.PREFILLED, Effect.ONE_TOKEN):
         return choice.state is not State.DECODING
     return False

@@ -32,8 +32,9 @@ class Detection(StrEnum):
     """How the front end learns that a client has left."""
 
     EVENT = "event"  # the connection's end wakes somebody
-    GRACE_2S = "grace_2s"  # a background task, after two seconds
+    GRACE_2S = "grace_2s"  # of a stream, after two seconds; of an answer in one, every four
     POLL_1HZ = "poll_1hz"  # asked once a second
+    WITH_RESULTS = "with_results"  # asked with every result, and once a second while none comes
 
 
 class Order(StrEnum):
@@ -47,7 +48,7 @@ class Effect(StrEnum):
     """When a stop takes effect on a request that it finds in some place."""
 
     AT_ONCE = "at_once"  # in the turn that it comes in
-    NEXT_RESULT = "next_result"  # after the step in flight, or one more when there is none
+    NEXT_RESULT = "next_result"  # by the result of the step in flight, or of one more; in one more
     QUIET = "quiet"  # tried again in each turn until no step in flight has the request
     NEXT_SCHEDULE = "next_schedule"  # marked, and swept when the next step is planned
     ONE_TOKEN = "one_token"  # it becomes a prefill of one token, which ends it
@@ -98,17 +99,24 @@ class Policy:
     evicts_on_preempt: int = 0  # steps for which those left find blocks: so much cache goes
     leaves_steps: bool = False  # rows of an ended request leave the step that runs
     ends_constrained: bool = False  # a preempted request with a grammar ends
+    spares_oldest: bool = True  # who is first of all is never preempted; else the last that runs
 
 
 GRACE_S = 2.0
+UNARY_POLL_S = 4.0
 POLL_S = 1.0
 
 
 def detection_delay_s(detection: Detection, *, stream: bool, waited_s: float) -> float:
     """Seconds from a client's leaving to the stop, ``waited_s`` after its request came."""
     if detection is Detection.GRACE_2S:
-        # A task in the background of a stream; a call that is waited for is ended by an exception.
-        return GRACE_S if stream else 0.0
-    if detection is Detection.POLL_1HZ:
-        return math.ceil(waited_s / POLL_S) * POLL_S - waited_s
+        # A task in the background of a stream; who waits for the whole is asked now and then.
+        return GRACE_S if stream else _to_the_next(UNARY_POLL_S, waited_s)
+    # The next token of a stream asks as soon as anything could notice.
+    if detection is Detection.POLL_1HZ or (detection is Detection.WITH_RESULTS and not stream):
+        return _to_the_next(POLL_S, waited_s)
     return 0.0
+
+
+def _to_the_next(period_s: float, waited_s: float) -> float:
+    return math.ceil(waited_s / period_s) * period_s - waited_s

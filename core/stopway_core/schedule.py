@@ -125,7 +125,11 @@ class Schedule:
         launch.prefill = [launch.prefill[i] for i in prefill]
         launch.counts = [launch.counts[i] for i in prefill]
         if not launch.decode and not launch.prefill:
+            if not (self.running or self.waiting or replica.in_flight):
+                self._reserves.idle()
             return None
+        if launch.decode and not turn.preempts:
+            self._reserves.decoded()
         if config.draft_tokens:
             self._draft(decode, budget - sum(launch.counts), growth, launch)
         turn.launch = launch
@@ -221,9 +225,11 @@ class Schedule:
         return seq.launched >= len(seq.blocks) * self.replica.block_size
 
     def _victim(self, short: int) -> Choice | None:
-        """Whom to preempt: of the least important, never the first of all, who must get on."""
+        """Whom to preempt: of the least important, and never all, for somebody must get on."""
         running = self._runners()
         keeps = min(map(_rank, running), default=None)
+        if len(running) > 1 and not self.config.policy.spares_oldest:
+            keeps = None
         useful = [
             candidate
             for choice in running
@@ -280,7 +286,7 @@ class Schedule:
             self.waiting.push_front(choice)
         else:
             self.waiting.push(choice)
-        self._reserves.preempted(self._runners)
+        self._reserves.preempted(self.decoding.values())
 
     def _evict(self, turn: Turn) -> None:
         """Let cached blocks go, by policy, until those left could run on for some steps.
@@ -288,7 +294,7 @@ class Schedule:
         Behind all preemptions of the turn, as followers do it.
         """
         pool = self.replica.ledger.blocks
-        tokens = self.config.policy.evicts_on_preempt * self.running
+        tokens = self.config.policy.evicts_on_preempt * len(self.decoding)
         turn.evicts = max(0, min(self.replica.blocks_of(tokens) - pool.free, pool.idle))
         self.replica.cache.evict(turn.evicts)
 

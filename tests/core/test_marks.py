@@ -80,8 +80,8 @@ def test_a_receipt_that_was_forgotten_is_not_made_anew(rig: Rigs) -> None:
 
 
 def test_who_was_retracted_to_the_tail_runs_to_its_end_while_the_queue_stands(rig: Rigs) -> None:
-    r = rig(policy="sglang", blocks=4)
-    r.turn(r.submit("a", 4, max_tokens=12), r.submit("b", 4, max_tokens=8), r.submit("c", 4))
+    r = rig(policy="sglang", blocks=7)
+    r.turn(r.submit("a", 4, max_tokens=12), r.submit("b", 4, max_tokens=12), r.submit("c", 4))
     while not r.turn(r.result()).turn.preempts:
         pass
     r.maybe(ModeChanged(Mode.WAITING))

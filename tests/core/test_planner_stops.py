@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -78,11 +79,12 @@ def test_a_cancel_survives_a_preemption(rig: Rigs) -> None:
     assert sum(r.counts[:2]) == 3
 
 
-@pytest.mark.parametrize(("policy", "discarded"), [("vllm", 0), ("tensorrt-llm", 1)])
+@pytest.mark.parametrize(("delivers", "discarded"), [(True, 0), (False, 1)])
 def test_a_token_in_flight_at_a_preemption_is_delivered_or_counted(
-    rig: Rigs, policy: str, discarded: int
+    rig: Rigs, delivers: bool, discarded: int
 ) -> None:
-    r = rig(blocks=3, stages=2, window=2, policy=POLICIES[policy])
+    policy = replace(POLICIES["vllm"], delivers_preempted=delivers)
+    r = rig(blocks=3, stages=2, window=2, policy=policy)
     r.turn(r.submit("a", [1] * 4, max_tokens=3))
     r.turn(r.submit("b", [2] * 5, max_tokens=3))
     planned = r.turn(r.result(skip=0))  # a needs a block; b, in flight, has the only others

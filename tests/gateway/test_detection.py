@@ -22,9 +22,10 @@ from .test_disconnect import http_request, reset
         ("native", True, 0.3, 0.0),
         ("vllm", False, 0.3, 0.0),
         ("llamacpp", True, 0.3, 0.0),
+        ("llamacpp", False, 0.25, 0.75),
         ("deepinfer", True, 0.3, 0.0),
         ("sglang", True, 0.3, 2.0),
-        ("sglang", False, 0.3, 0.0),
+        ("sglang", False, 0.5, 3.5),
         ("tensorrt-llm", True, 0.25, 0.75),
         ("tensorrt-llm", False, 3.5, 0.5),
         ("", True, 0.3, 0.0),  # it never reached a group

@@ -12,6 +12,7 @@ import pytest
 
 from stopway_core.events import LeaseLost
 from stopway_core.policies import POLICIES
+from stopway_core.policy import detection_delay_s
 from stopway_core.types import Target
 from stopway_sim.places import Place
 
@@ -36,12 +37,17 @@ def preempted(s: Stack, *, blocks: int = 1, grammar: str = "") -> None:
     s.settle()
     while s.group.planner.running < 2:
         s.turn(*s.steps())
-    got = s.group.begin_load([1, 1, 1, 1] * blocks)
-    assert got is not None
-    s.load = got[0]
+    fill(s, blocks)
     while not (planned := s.turn(*s.steps())).turn.preempts:
         pass
     s.preempting = planned
+
+
+def fill(s: Stack, blocks: int) -> None:
+    """A transfer takes so many blocks."""
+    got = s.group.begin_load([1, 1, 1, 1] * blocks)
+    assert got is not None
+    s.load = got[0]
 
 
 # --- vllm ----------------------------------------------------------------------------------
@@ -141,6 +147,32 @@ def test_sglang_runs_one_more_decode_step_and_delivers_nothing_of_it(stack: Stac
     s.finish()
 
 
+def test_sglang_runs_one_more_step_also_when_one_in_flight_will_end_it(stack: Stacks) -> None:
+    s = stack(policy="sglang", pipeline=1, window=2)
+    s.turn(s.submit("a", A, 9))
+    s.advance()
+    assert s.place("a") is Place.OVERLAPPED
+    had = s.of("a").delivered[:]
+    s.turn(s.stop("s", "a"))
+    planned = s.turn(s.group.run_oldest())
+    assert planned.turn.launch.decode == [1] and not planned.outputs.ended
+    planned = s.turn(s.group.run_oldest())  # what ends it; the one more is still in flight
+    assert [(e.uid, e.keep) for e in planned.outputs.ended] == [("a", len(had))]
+    assert planned.turn.launch is None and planned.outputs.ended[0].discarded_tokens == 3
+    assert s.of("a").delivered == had
+    s.finish()
+
+
+@pytest.mark.parametrize(
+    ("stream", "waited_s", "delay_s"), [(True, 1.5, 2.0), (False, 1.5, 2.5), (False, 9.0, 3.0)]
+)
+def test_sglang_aborts_two_seconds_after_a_stream_and_asks_the_others_every_four(
+    stream: bool, waited_s: float, delay_s: float
+) -> None:
+    detection = POLICIES["sglang"].detection
+    assert detection_delay_s(detection, stream=stream, waited_s=waited_s) == delay_s
+
+
 def test_sglang_retracts_to_the_tail_and_makes_room_in_the_cache(stack: Stacks) -> None:
     s = stack(policy="sglang", blocks=5, pipeline=1)
     s.turn(s.submit("old", (40, 41, 42, 43, 44), 1))
@@ -168,6 +200,54 @@ def test_sglang_puts_who_is_retracted_behind_those_who_wait(stack: Stacks) -> No
     assert s.turn(*s.steps()).turn.preempts == [2]
     waiting = s.group.planner.schedule.waiting
     assert len(waiting) == 2 and waiting.head().uid == "c"
+
+
+def test_sglang_retracts_who_has_least_even_the_oldest(stack: Stacks) -> None:
+    s = stack(policy="sglang", blocks=10, pipeline=1)
+    s.turn(s.submit("old", FOUR, 9, grammar="3"), s.submit("b", (9, 2, 3, 4), 9))
+    s.turn(*s.steps())
+    s.turn(s.group.compile_next(), *s.steps())
+    assert s.group.planner.running == 2
+    fill(s, s.counts[0])
+    while not (planned := s.turn(*s.steps())).turn.preempts:
+        pass
+    assert s.place("old") is Place.PREEMPTED and planned.turn.launch.decode == [1]
+    s.follow(s.group.end_load(s.load))
+    s.finish()
+
+
+def test_sglang_retracts_of_equals_who_started_last(stack: Stacks) -> None:
+    s = stack(policy="sglang", blocks=6, pipeline=1)
+    s.turn(*[s.submit(uid, (n, 2, 3, 4), 3) for n, uid in enumerate("abc", 1)])
+    fill(s, 3)
+    assert s.turn(*s.steps()).turn.preempts == [3, 2]  # one is kept
+    s.follow(s.group.end_load(s.load))
+    s.finish()
+
+
+def test_sglang_admits_whom_the_whole_answer_fits_beside_a_share_of_the_others(
+    stack: Stacks,
+) -> None:
+    s = stack(policy="sglang", blocks=9, pipeline=1)
+    s.turn(s.submit("a", (1, 2, 3, 4), 20), s.submit("b", (5, 6, 7, 8), 12))
+    assert s.group.planner.running == 1  # of a, admitted in this plan, all 20 are kept
+    s.turn(*s.steps())
+    assert s.group.planner.running == 2  # 0.7 of the 19 that are left are 4 blocks, and b's 4
+    s.finish()
+
+
+def test_sglang_lowers_its_ratio_with_each_decode_step_and_starts_anew_when_idle(
+    stack: Stacks,
+) -> None:
+    s = stack(policy="sglang", pipeline=1)
+    reserves = s.group.planner.schedule._reserves
+    s.turn(s.submit("a", A, 9))
+    assert reserves._ratio == 0.7  # a step that only prefills
+    for steps in (1, 2):
+        s.turn(*s.steps())
+        assert reserves._ratio == pytest.approx(0.7 - steps * (0.7 - 0.098) / 600)
+    s.finish()
+    assert reserves._ratio == 0.7
 
 
 # --- llama.cpp -----------------------------------------------------------------------------
@@ -198,6 +278,26 @@ def test_llamacpp_cleans_deferred_siblings_at_once_and_a_slot_after_its_decode_c
     s.finish()
 
 
+def test_llamacpp_keeps_the_prompt_of_a_released_slot(stack: Stacks) -> None:
+    s = stack(policy="llamacpp", pipeline=1)
+    s.turn(s.submit("a", A, 9))
+    s.turn(*s.steps())
+    assert not s.turn(s.stop("s", "a")).outputs.ended  # its decode call runs
+    planned = s.turn(*s.steps())
+    assert [(e.keep, e.discarded_tokens) for e in planned.outputs.ended] == [(1, 1)]
+    s.turn(s.submit("again", A, 1))
+    s.finish()
+    assert s.of("again").ended.cached_tokens == 8
+
+
+@pytest.mark.parametrize(("stream", "delay_s"), [(True, 0.0), (False, 0.75)])
+def test_llamacpp_asks_with_each_result_and_once_a_second_without(
+    stream: bool, delay_s: float
+) -> None:
+    detection = POLICIES["llamacpp"].detection
+    assert detection_delay_s(detection, stream=stream, waited_s=1.25) == delay_s
+
+
 def test_llamacpp_never_preempts_and_new_work_waits(stack: Stacks) -> None:
     s = stack(policy="llamacpp", blocks=5, pipeline=1)
     s.turn(*[s.submit(f"r{i}", (i, 2, 3, 4), 6, priority=3 - i) for i in range(4)])
@@ -219,7 +319,7 @@ def test_tensorrt_llm_takes_a_cancel_behind_the_requests_before_it_only(stack: S
     assert s.ended("a") == ("client_cancel", 0) and s.ended("b") == ("length", 4)
 
 
-def test_tensorrt_llm_tries_again_until_all_is_quiet_and_delivers_what_came(
+def test_tensorrt_llm_delivers_what_was_in_flight_and_drops_one_more_step(
     stack: Stacks,
 ) -> None:
     s = stack(policy="tensorrt-llm", pipeline=1, window=2)
@@ -227,10 +327,22 @@ def test_tensorrt_llm_tries_again_until_all_is_quiet_and_delivers_what_came(
     s.advance()
     assert s.place("a") is Place.OVERLAPPED
     assert not s.turn(s.stop("s", "a")).outputs.ended
-    assert not s.turn(s.group.run_oldest()).outputs.ended  # it is in another step
     planned = s.turn(s.group.run_oldest())
-    assert [(e.uid, e.keep, e.discarded_tokens) for e in planned.outputs.ended] == [("a", 3, 0)]
-    assert s.of("a").delivered == s.solo(A, 3)
+    assert not planned.outputs.ended and planned.turn.launch.decode == [1]
+    planned = s.turn(s.group.run_oldest())
+    assert [(e.uid, e.keep, e.discarded_tokens) for e in planned.outputs.ended] == [("a", 3, 1)]
+    assert s.of("a").delivered == s.solo(A, 3) and planned.turn.launch is None
+    s.finish()
+
+
+def test_tensorrt_llm_delivers_one_more_step_when_none_is_in_flight(stack: Stacks) -> None:
+    s = stack(policy="tensorrt-llm", pipeline=1)
+    s.turn(s.submit("a", A, 9))
+    planned = s.turn(*s.steps(), s.stop("s", "a"))
+    assert planned.turn.launch.decode == [1] and not planned.outputs.ended
+    planned = s.turn(*s.steps())
+    assert [(e.keep, e.discarded_tokens) for e in planned.outputs.ended] == [(2, 0)]
+    assert s.of("a").delivered == s.solo(A, 2)
     s.finish()
 
 
@@ -242,8 +354,39 @@ def test_tensorrt_llm_lets_a_cancel_outlive_the_end_of_a_preemption(stack: Stack
     planned = s.turn(s.stop("s", "a"))
     assert not planned.outputs.ended  # its pages are still being written
     planned = s.turn(s.group.run_oldest())
-    assert [e.uid for e in planned.outputs.ended] == ["a"] and not planned.turn.admits
+    ended = planned.outputs.ended
+    assert [(e.uid, e.keep, e.discarded_tokens) for e in ended] == [("a", 1, 0)]
+    assert not planned.turn.admits and s.of("a").delivered == s.solo((*FOUR, 9), 1)
     s.finish()
+
+
+def test_tensorrt_llm_keeps_the_token_that_is_in_flight_at_a_pause(stack: Stacks) -> None:
+    s = stack(policy="tensorrt-llm", blocks=3, window=2)
+    s.turn(s.submit("b", (9, 2, 3, 4), 3))
+    s.turn(s.submit("a", (*FOUR, 9), 3))
+    assert s.turn(s.group.run_oldest()).turn.preempts == [2]
+    assert 2 in s.turn(*s.steps()).outputs.keys
+    s.finish()
+    ended = s.of("a").ended
+    assert (ended.keep, ended.discarded_tokens, ended.preemptions) == (3, 0, 1)
+
+
+def test_tensorrt_llm_resumes_the_oldest_of_those_it_has_paused(stack: Stacks) -> None:
+    s = stack(policy="tensorrt-llm", blocks=3, pipeline=1)
+    s.turn(*[s.submit(uid, (n, 2, 3, 4), 5) for n, uid in enumerate("abc", 1)])
+    planned = s.turn(*s.steps(), s.submit("d", B[:4], 1))
+    assert planned.turn.preempts == [3, 2]
+    admitted = [a.tokens[0] for p in s.finish() for a in p.turn.admits]
+    assert list(dict.fromkeys(admitted)) == [2, 3, B[0]]
+
+
+def test_tensorrt_llm_reserves_nothing_for_those_who_run(stack: Stacks) -> None:
+    for policy, admits in (("tensorrt-llm", 1), ("llamacpp", 0)):
+        s = stack(policy=policy, pipeline=1)
+        s.turn(s.submit("a", tuple(range(30)), 9))
+        planned = s.turn(*s.steps(), s.submit("b", tuple(range(40, 71)), 2))
+        assert len(planned.turn.admits) == admits  # the rest, to the last block
+        s.finish()
 
 
 def test_tensorrt_llm_pauses_who_came_last_and_computes_it_again(stack: Stacks) -> None:
@@ -288,14 +431,13 @@ def test_deepinfer_runs_a_prefill_to_its_end_and_delivers_its_token(stack: Stack
     assert s.ended("a") == ("client_cancel", 1) and s.of("a").delivered == s.solo(A, 1)
 
 
-def test_deepinfer_preempts_the_longest_output(stack: Stacks) -> None:
+def test_deepinfer_preempts_the_longest_output_even_of_the_oldest(stack: Stacks) -> None:
     s = stack(policy="deepinfer", blocks=7, pipeline=1)
-    s.turn(s.submit("first", (40, 41), 9), s.submit("long", FOUR, 9))
+    s.turn(s.submit("long", FOUR, 9))
     s.turn(*s.steps(), s.submit("short", (9, 2, 3, 4), 9), s.submit("third", (9, 1, 3, 4), 9))
     while not (planned := s.turn(*s.steps())).turn.preempts:
         pass
-    (rid,) = planned.turn.preempts
-    assert rid == 2 and s.group.planner.requests.live("long")[0].preemptions == 1
+    assert planned.turn.preempts == [1] and s.place("long") is Place.PREEMPTED
     s.finish()
     assert s.of("long").delivered == s.solo(FOUR, 9)
 
@@ -329,7 +471,7 @@ def test_deepinfer_ends_a_constrained_request_that_it_preempts(stack: Stacks) ->
 
 def test_every_policy_that_preempts_gives_the_undisturbed_output(stack: Stacks) -> None:
     for policy in POLICIES:
-        s = stack(policy=policy, blocks=8, pipeline=1)
+        s = stack(policy=policy, blocks=7, pipeline=1)
         s.turn(*[s.submit(f"r{i}", (i, 2, 3), 12) for i in range(5)])
         made = s.finish()
         assert any(p.turn.preempts for p in made) == (policy != "llamacpp")

@@ -25,8 +25,8 @@ def latest(candidates: Sequence[Candidate], short: int) -> Candidate | None:
 
 
 def fewest_outputs(candidates: Sequence[Candidate], short: int) -> Candidate | None:
-    """Fewest output tokens; of those with as many, the longest prompt."""
-    return min(candidates, key=lambda c: (c.output_len, -c.prompt_len), default=None)
+    """Fewest output tokens; of those with as many, the longest prompt, then who started last."""
+    return min(candidates, key=lambda c: (c.output_len, -c.prompt_len, -c.rid), default=None)
 
 
 def longest_output(candidates: Sequence[Candidate], short: int) -> Candidate | None:

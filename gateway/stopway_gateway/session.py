@@ -62,6 +62,7 @@ class LeaderSession:
         self.retiring = False  # gone from the list of groups: takes nothing new
         self.superseded = False  # another session has a newer epoch of its group
         self.mode = Mode.RUNNING  # as its leader last told it
+        self._wanted: tuple[float, Mode] | None = None  # an admin's newest word, and when it was
         self.hello: dict[str, Any] = {}
         self.load: dict[str, int] = {}
         self.live: dict[str, Request] = {}
@@ -137,6 +138,19 @@ class LeaderSession:
         """Tell the group's leader; ``mode`` is this one when it says so."""
         self._send({"type": "mode", "mode": mode})
 
+    def _remind(self, message: dict[str, Any]) -> None:
+        """Take an admin's word that is newer than what is known here, or tell of one that is.
+
+        Only a front that is new knows less, and it is told before it can be sent a request.
+        """
+        if message["wanted"] is not None:
+            word = float(message["said_at"]), Mode(message["wanted"])
+            if self._wanted is None or word[0] >= self._wanted[0]:
+                self._wanted = word
+        if self._wanted is not None and self._wanted[0] > float(message["said_at"]):
+            said_at, mode = self._wanted
+            self._send({"type": "mode", "mode": mode, "said_at": said_at})
+
     def _send(self, message: dict[str, Any]) -> None:
         self._outbox.put_nowait(json.dumps(message, separators=(",", ":")))
 
@@ -211,6 +225,7 @@ class LeaderSession:
     def _on_hello(self, message: dict[str, Any]) -> None:
         # Also sent when a new epoch forms on a session that stands.
         self.mode = Mode(message["mode"])
+        self._remind(message)
         self.group = str(message["group"])
         self.hello = message
         self.connected = True
@@ -223,6 +238,7 @@ class LeaderSession:
 
     def _on_mode(self, message: dict[str, Any]) -> None:
         self.mode = Mode(message["mode"])
+        self._remind(message)
         self._listener.mode(self)
 
     def _on_epoch(self, message: dict[str, Any]) -> None:

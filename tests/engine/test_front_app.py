@@ -30,12 +30,13 @@ def test_a_mode_comes_from_a_gateway_and_nonsense_ends_its_session(
     hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client = TestClient(FrontApp(hub).asgi(), headers={"authorization": f"Bearer {SECRET}"})
-    asked: list[Mode] = []
-    hub.set_mode = asked.append
+    asked: list[tuple[Mode, float | None]] = []
+    hub.mode.say = lambda mode, said_at: asked.append((mode, said_at))
     with client.websocket_connect(PATH) as session:
         assert session.receive_json()["mode"] == "running"
         session.send_json({"type": "mode", "mode": "wait"})
+        session.send_json({"type": "mode", "mode": "drain", "said_at": 7.5})
         session.send_json({"type": "mode", "mode": "sleep"})
         session.send_json({"type": "mode", "mode": "keep"})  # nobody listens any more
-    assert asked == [Mode.WAITING]
+    assert asked == [(Mode.WAITING, None), (Mode.DRAINING, 7.5)]
     assert "'sleep' is not a valid Mode" in capsys.readouterr().err

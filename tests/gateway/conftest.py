@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from stopway_cli.stack import ports
 from stopway_gateway.app import create_app
 from stopway_gateway.config import Settings
 from stopway_gateway.gateway import Gateway
@@ -25,6 +26,7 @@ from stopway_gateway.server import GatewayServer
 from .leader import SECRET, Leader
 
 MODEL = "smollm2-135m-instruct"
+SOON_S = 30.0  # for what takes a moment, also on a machine that does much else
 KEYS = "admin-key;acme=acme-key;beta=beta-key"
 ADMIN, ACME, BETA = (
     {"authorization": f"Bearer {key}"} for key in ("admin-key", "acme-key", "beta-key")
@@ -53,14 +55,14 @@ class Stack:
         self.spans_dir = spans_dir
         self.url = f"http://127.0.0.1:{server.bound_port}"
         self.client = httpx.AsyncClient(
-            base_url=self.url, headers=ADMIN, timeout=10.0, trust_env=False
+            base_url=self.url, headers=ADMIN, timeout=2 * SOON_S, trust_env=False
         )
 
     @property
     def port(self) -> int:
         return self.server.bound_port
 
-    async def until(self, condition: Callable[[], Any], timeout_s: float = 5.0) -> Any:
+    async def until(self, condition: Callable[[], Any], timeout_s: float = SOON_S) -> Any:
         """The first true value of ``condition``. Fails after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
@@ -119,7 +121,7 @@ async def run_gateway(
         await serving
 
 
-async def eventually(condition: Callable[[], Awaitable[Any]], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], Awaitable[Any]], timeout_s: float = SOON_S) -> None:
     """Until ``condition`` is true; fails after ``timeout_s``.
 
     It looks at the clock itself. ``asyncio.timeout`` cancels once, and up to Python 3.11 redis-py
@@ -138,6 +140,7 @@ def write_groups(path: Path, leaders: list[Leader]) -> None:
 
 
 Make = Callable[..., Awaitable[Stack]]
+MoreLeaders = Callable[..., Awaitable[Leader]]
 
 
 @pytest.fixture
@@ -147,6 +150,28 @@ async def leader() -> AsyncIterator[Leader]:
     await leader.start()
     yield leader
     await leader.stop()
+
+
+@pytest.fixture
+async def more_leaders() -> AsyncIterator[MoreLeaders]:
+    """Starts leaders of other groups: ``await more_leaders("g1", ranks=1)``."""
+    async with AsyncExitStack() as stack:
+
+        async def start(
+            group: str = "g0", ranks: int = 2, port: int = 0, host: str = "127.0.0.1"
+        ) -> Leader:
+            leader = Leader(group, ranks)
+            await leader.start(port, host)
+            stack.push_async_callback(leader.stop)
+            return leader
+
+        yield start
+
+
+@pytest.fixture
+async def second(more_leaders: MoreLeaders) -> Leader:
+    """Another group, up."""
+    return await more_leaders("g1")
 
 
 @pytest.fixture
@@ -185,7 +210,7 @@ def redis_server(directory: Path, port: int = 0) -> Iterator[str]:
         [*command, "--dir", str(directory), "--bind", "127.0.0.1"], stdout=subprocess.DEVNULL
     ) as process:
         try:
-            deadline = time.monotonic() + 10.0
+            deadline = time.monotonic() + SOON_S
             while not _answers(port):
                 assert time.monotonic() < deadline and process.poll() is None
                 time.sleep(0.01)
@@ -203,11 +228,8 @@ def _answers(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """A free port that no outgoing connection can take."""
+    return ports.free_ports(1, "127.0.0.1")[0]
 
 
 def events_of(text: str) -> list[Any]:

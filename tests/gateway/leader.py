@@ -70,6 +70,8 @@ class Leader:
         self.policy = "native"
         self.mode = "running"
         self.modes: list[str] = []  # as gateways sent them
+        self.word: tuple[str | None, float] = (None, 0.0)  # an admin's newest, and when it came
+        self.reminders: list[tuple[str, float]] = []  # of it, as gateways sent them
         self.answer_modes = True
         self.turn = 100
         self.url = ""
@@ -132,7 +134,7 @@ class Leader:
                 await socket.close(1012)
         self._sockets.clear()
 
-    async def wait_for(self, condition: Any, timeout_s: float = 5.0) -> None:
+    async def wait_for(self, condition: Any, timeout_s: float = 30.0) -> None:
         async with asyncio.timeout(timeout_s), self.changed:
             await self.changed.wait_for(condition)
 
@@ -172,7 +174,7 @@ class Leader:
                     "ranks": self.ranks,
                     "policy": self.policy,
                     "numerics": "fast",
-                    "mode": self.mode,
+                    **self._mode_fields(),
                 }
             )
         )
@@ -186,7 +188,7 @@ class Leader:
                 elif message["type"] == "stop":
                     await self.take_stop(message["stop"], "session")
                 elif message["type"] == "mode":
-                    await self.take_mode(message["mode"])
+                    await self.take_mode(message["mode"], message.get("said_at"))
         except (WebSocketDisconnect, RuntimeError):
             pass
         finally:
@@ -196,9 +198,20 @@ class Leader:
                     self._finish(job, "client_disconnect", "stopped")
             await self._note()
 
-    async def take_mode(self, mode: str) -> None:
+    def _mode_fields(self) -> dict[str, Any]:
+        wanted, said_at = self.word
+        return {"mode": self.mode, "wanted": wanted, "said_at": said_at}
+
+    async def take_mode(self, mode: str, said_at: float | None = None) -> None:
         """An admin's word: ``abort`` ends what runs, any other lets it run."""
-        self.modes.append(mode)
+        if said_at is None:
+            self.modes.append(mode)
+            self.word = mode, self.word[1] + 1.0
+        else:
+            self.reminders.append((mode, said_at))
+            if said_at <= self.word[1]:
+                return
+            self.word = mode, said_at
         await self._note()
         if not self.answer_modes:
             return
@@ -210,7 +223,13 @@ class Leader:
     async def say_mode(self, mode: str) -> None:
         """The mode that is in force, for every gateway."""
         self.mode = mode
-        await self.send({"type": "mode", "mode": mode})
+        await self.send({"type": "mode", **self._mode_fields()})
+
+    async def start_anew(self) -> None:
+        """Another pod in its place: sessions break, and what was said to it is forgotten."""
+        self.mode, self.word = "running", (None, 0.0)
+        self.modes.clear()
+        await self.break_sessions()
 
     async def _submit(self, message: dict[str, Any]) -> None:
         job = Job(message)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import ACME, BODIES, Make, Stack, chat, completion
+from .conftest import ACME, BODIES, SOON_S, Make, Stack, chat, completion
 from .leader import Leader, Plan
 
 ROUTES = [pytest.param(route, id=route.rsplit("/", 1)[-1]) for route in BODIES]
@@ -28,7 +28,7 @@ async def raw_reply(stack: Stack, message: bytes) -> tuple[int, bytes]:
     """The status and body that these bytes are answered with, up to the connection's end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
     writer.write(message)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SOON_S):
         head = await reader.readuntil(b"\r\n\r\n")
         body = await reader.read()
     writer.close()
@@ -179,14 +179,14 @@ async def test_harmless_fields_are_accepted(stack: Stack, leader: Leader) -> Non
     params = sent["params"]
     assert (params["max_tokens"], params["logprobs"]) == (7, 2)
     assert params["stop_token_ids"] == [1, 2] and params["seed"] == 2**63 - 1
-    assert 4.9 < sent["deadlines"]["queue"] <= 5 and sent["deadlines"]["first_token"] is None
+    assert 0 < sent["deadlines"]["queue"] <= 5 and sent["deadlines"]["first_token"] is None
 
 
 @pytest.mark.parametrize("route", ROUTES)
 async def test_case_g09_bodies_too_large_and_lengths_that_lie(
     make: Make, leader: Leader, route: str
 ) -> None:
-    stack = await make([leader], body_timeout_s=0.3)
+    stack, hasty = await make([leader]), await make([leader], body_timeout_s=0.3)
     huge = b"x" * (100 * 1024 * 1024)
     reply = await stack.client.post(route, content=huge, headers=JSON)
     assert small_error(reply, 413)["code"] == "body_too_large"
@@ -199,10 +199,14 @@ async def test_case_g09_bodies_too_large_and_lengths_that_lie(
 
     start = f"POST {route} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer admin-key\r\n"
     body = json.dumps(BODIES[route]())
-    for length, statuses in ((len(body) + 50, (408,)), (5, (400,)), (10**15, (413,))):
+    for length, asked, expected in (
+        (len(body) + 50, hasty, 408),
+        (5, stack, 400),
+        (10**15, stack, 413),
+    ):
         message = f"{start}connection: close\r\ncontent-length: {length}\r\n\r\n{body}"
-        status, answer = await raw_reply(stack, message.encode())
-        assert status in statuses and b'{"error":{"message":' in answer and len(answer) < 1000
+        status, answer = await raw_reply(asked, message.encode())
+        assert status == expected and b'{"error":{"message":' in answer and len(answer) < 1000
     for length in ("-1", "abc", "1e3", "9" * 400):
         message = f"{start}content-length: {length}\r\n\r\n{body}"
         status, answer = await raw_reply(stack, message.encode())

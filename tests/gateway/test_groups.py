@@ -10,22 +10,13 @@ import pytest
 
 from stopway_core.events import Mode
 
-from .conftest import ACME, Make, Stack, completion
+from .conftest import ACME, Make, MoreLeaders, Stack, completion
 from .leader import Leader, Plan
 
 
 async def groups_of(stack: Stack) -> dict[str, dict[str, Any]]:
     """What ``GET /v1/groups`` says, by group."""
     return {g["group"]: g for g in (await stack.client.get("/v1/groups")).json()["groups"]}
-
-
-@pytest.fixture
-async def second() -> Any:
-    """Another group."""
-    leader = Leader("g1")
-    await leader.start()
-    yield leader
-    await leader.stop()
 
 
 async def test_groups_are_for_admins(stack: Stack, leader: Leader) -> None:
@@ -90,6 +81,8 @@ async def test_the_wait_runs_out_with_who_is_missing(
 ) -> None:
     stack = await make([leader, second])
     second.answer_modes = False
+    alone = {"mode": "wait", "groups": ["g0"]}
+    assert (await stack.client.post("/v1/groups/pause", json=alone)).status_code == 200
     body = {"mode": "wait", "timeout": 0.05}
     reply = await stack.client.post("/v1/groups/pause", json=body)
     assert reply.status_code == 202
@@ -112,6 +105,30 @@ async def test_a_group_that_connects_again_is_told_again(stack: Stack, leader: L
     await leader.wait_for(lambda: leader.modes == ["drain", "drain"])
     await leader.say_mode("drain")
     assert (await task).status_code == 200
+
+
+async def test_a_new_pod_is_reminded_before_it_gets_a_request(stack: Stack, leader: Leader) -> None:
+    pause = {"mode": "keep", "groups": ["g0"]}
+    assert (await stack.client.post("/v1/groups/pause", json=pause)).status_code == 200
+    word = leader.word
+    await leader.start_anew()
+    await leader.wait_for(lambda: leader.reminders == [word])
+    assert leader.mode == "keep" and leader.modes == [] and leader.word == word
+    session = stack.gateway.registry.of_group("g0")
+    await stack.until(lambda: session.connected and session.mode is Mode.FROZEN)
+
+
+async def test_who_missed_a_resume_believes_it_and_reminds_of_nothing_old(
+    stack: Stack, leader: Leader
+) -> None:
+    assert (await stack.client.post("/v1/groups/pause", json={"mode": "keep"})).status_code == 200
+    leader.word = ("running", leader.word[1] + 1.0)  # by another gateway, while this one was away
+    leader.mode = "running"
+    await leader.break_sessions()
+    session = stack.gateway.registry.of_group("g0")
+    await stack.until(lambda: session.connected and session.mode is Mode.RUNNING)
+    await leader.start_anew()
+    await leader.wait_for(lambda: leader.reminders == [("running", 2.0)])
 
 
 async def test_a_mode_is_known_from_the_hello(make: Make, leader: Leader) -> None:
@@ -228,17 +245,15 @@ async def test_what_a_group_that_begins_to_drain_refuses_another_takes(
 
 
 async def test_one_that_two_groups_refuse_is_refused(
-    make: Make, leader: Leader, second: Leader
+    make: Make, leader: Leader, second: Leader, more_leaders: MoreLeaders
 ) -> None:
-    third = Leader("g2")
-    await third.start()
+    third = await more_leaders("g2")
     stack = await make([leader, second, third])
     for each in (leader, second, third):
         each.plan = Plan(refuse=DRAINS)
     reply = await stack.client.post("/v1/completions", json=completion())
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "drain")
     assert sum(len(each.seen) for each in (leader, second, third)) == 2
-    await third.stop()
 
 
 async def test_one_that_was_stopped_goes_to_no_other_group(

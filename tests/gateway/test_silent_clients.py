@@ -69,7 +69,7 @@ async def test_a_client_that_vanished_is_noticed(
             await asyncio.to_thread(sock.recv, 16)
         (uid,) = leader.running
         vanish(sock)
-        await stack.until(lambda: not len(stack.gateway.table), 10.0)
+        await stack.until(lambda: not len(stack.gateway.table))
         await leader.wait_for(lambda: not leader.running)
     shown = (await stack.client.get(f"/v1/requests/{uid}")).json()
     assert (shown["outcome"], shown["reason"]) == ("stopped", "client_disconnect")

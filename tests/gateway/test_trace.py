@@ -15,7 +15,7 @@ from stopway_gateway.request import End, Request, Trace
 from stopway_gateway.stop_bus import connect
 from stopway_telemetry import SpanRecord, load_spans
 
-from .conftest import Make, Stack, completion, events_of
+from .conftest import Make, Stack, completion, events_of, eventually
 from .leader import Leader, Plan
 
 
@@ -153,7 +153,13 @@ async def test_case_t06_the_context_travels_in_the_entry(
     stack = await make([leader], redis_url=redis_url, service_uid="t06", resend_after_s=0.1)
     receipt = await stopped(stack, leader)
     client = connect(redis_url)
-    ((_, fields),) = await client.xrange(names.stops_stream("t06", "g0"))
+    stream = names.stops_stream("t06", "g0")
+
+    async def written() -> bool:
+        return await client.xlen(stream) > 0
+
+    await eventually(written)  # the stop itself went past Redis
+    ((_, fields),) = await client.xrange(stream)
     await client.aclose()
     spans = await spans_of(stack, receipt["trace_id"], 3)
     context = names.parse_traceparent(json.loads(fields["stop"])["traceparent"])

@@ -126,7 +126,10 @@ class FrontApp:
                 elif message["type"] == "stop":
                     self._stop(message["stop"])
                 elif message["type"] == "mode":
-                    self._hub.set_mode(Mode(message["mode"]))
+                    said_at = message.get("said_at")
+                    self._hub.mode.say(
+                        Mode(message["mode"]), None if said_at is None else float(said_at)
+                    )
         except (WebSocketDisconnect, RuntimeError):
             return
         except (ValueError, KeyError, TypeError, RecursionError) as error:

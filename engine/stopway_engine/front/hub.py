@@ -14,6 +14,7 @@ from stopway_core.types import Outcome, Reason, Stop, finish_reason_of
 from stopway_core.wire import Frame, FrameKind, encode
 from stopway_engine.config import PodConfig
 from stopway_engine.control.front_link import submit_frame
+from stopway_engine.front.mode import GroupMode
 from stopway_engine.front.prepare import Clock, Preparation
 from stopway_engine.front.requests import FrontRequest, Rejected, submission
 from stopway_engine.front.session import Session
@@ -41,8 +42,7 @@ class Hub:
         self._send_engine: Callable[[bytes], None] | None = None
         self._hello: dict[str, Any] = {}
         self._draining = False
-        self._mode = Mode.RUNNING  # as the leader last said
-        self._wanted: Mode | None = None  # as a gateway last said; outlives the epochs
+        self.mode = GroupMode(self._engine, self._tell_all)
         self._load: dict[str, int] | None = None
         self._requests: dict[str, FrontRequest] = {}
         self._choices: dict[int, tuple[FrontRequest, int]] = {}  # by key
@@ -74,7 +74,7 @@ class Hub:
             "ranks": config.world,
             "policy": config.policy,
             "numerics": config.numerics,
-            "mode": self._mode,
+            **self.mode.fields(),
         }
 
     # --- gateways ------------------------------------------------------------------------
@@ -144,11 +144,6 @@ class Hub:
         if self.stops.passed(entry, sent=connected) and connected:
             self._engine({"stop": entry})
 
-    def set_mode(self, mode: Mode) -> None:
-        """An admin's word, for this epoch and those after it; the leader says when it is so."""
-        self._wanted = mode
-        self._engine({"mode": mode})
-
     async def ledger(self) -> dict[str, Any]:
         """The leader's ledger. Raises ``TimeoutError`` when it does not answer."""
         number = self._next_ledger
@@ -171,9 +166,7 @@ class Hub:
         self._hello = hello
         self._draining = hello["draining"]
         self._send_engine = send
-        if self._wanted is not None:
-            # Before any request: a group that lost a rank is as paused as it was.
-            self._engine({"mode": self._wanted})
+        self.mode.leader_came()
         if same_epoch:
             self.stops.epoch_goes_on()
         else:
@@ -220,7 +213,7 @@ class Hub:
         if "load" in body:
             self._on_load(body["load"])
         if "mode" in body:
-            self._on_mode(Mode(body["mode"]), first="hello" in body)
+            self.mode.leader_says(Mode(body["mode"]), first="hello" in body)
         if "draining" in body:
             self._draining = True
             self._tell_all({"type": "draining", "seconds": body["draining"]})
@@ -340,14 +333,6 @@ class Hub:
     def _on_load(self, load: dict[str, int]) -> None:
         self._load = load
         self._tell_all({"type": "load", **load})
-
-    def _on_mode(self, mode: Mode, *, first: bool) -> None:
-        if first and self._wanted is not None and mode is not self._wanted:
-            return  # it had not been told yet when it said so: its answer comes
-        self._mode = mode
-        if self._wanted is None:
-            self._wanted = mode  # this front is younger than its leader
-        self._tell_all({"type": "mode", "mode": mode})
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for session in list(self.sessions.values()):

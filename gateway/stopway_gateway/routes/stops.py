@@ -43,9 +43,9 @@ async def conclude(
     """Wait as asked, then answer: 200, 202 when the wait ran out, 404 for what nobody knows."""
     if not record.known and record.stop.target.uids:
         await record.wait_known(gateway.settings.unknown_wait_s)
-        if not record.known and record.resolved:
-            raise unknown_request(record.stop.target.uids[0])
     reached = await record.wait(StopStatus(wait), timeout_s)
+    if record.resolved and not record.known and record.stop.target.uids:
+        raise unknown_request(record.stop.target.uids[0])
     return answer(record.to_json(), 200 if reached else 202)
 
 

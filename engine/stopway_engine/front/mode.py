@@ -1,0 +1,62 @@
+"""What a group does with its requests: as an admin wants it, and as its leader last said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stopway_core.events import Mode
+
+
+class GroupMode:
+    """An admin's word outlives what it was said to.
+
+    Each new leader is told before any request can reach it, so that a group that lost a rank is as
+    paused as it was. This front may be new itself: gateways remember the word, and when it was
+    said, and remind a front that knows none as new. Of several the newest counts, by the clock of
+    the front that had it first.
+    """
+
+    def __init__(
+        self,
+        tell_leader: Callable[[dict[str, Any]], None],
+        tell_gateways: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._tell_leader = tell_leader
+        self._tell_gateways = tell_gateways
+        self._in_force = Mode.RUNNING
+        self._wanted: Mode | None = None
+        self._said_at = 0.0  # Unix seconds; 0: nobody has said anything
+
+    def fields(self) -> dict[str, Any]:
+        """What gateways are told of it, in a hello and whenever it changes."""
+        return {"mode": self._in_force, "wanted": self._wanted, "said_at": self._said_at}
+
+    def say(self, mode: Mode, said_at: float | None = None) -> None:
+        """An admin's word, or (with ``said_at``) a gateway's reminder of an earlier one."""
+        if said_at is None:
+            # After all others, also those of a front whose clock was ahead.
+            said_at = max(time.time(), self._said_at + 1e-3)
+        elif said_at <= self._said_at:
+            return
+        self._wanted, self._said_at = mode, said_at
+        self._tell()
+        self._tell_leader({"mode": mode})
+
+    def leader_came(self) -> None:
+        """A leader is there, and has not been sent anything."""
+        if self._wanted is not None:
+            self._tell_leader({"mode": self._wanted})
+
+    def leader_says(self, mode: Mode, *, first: bool) -> None:
+        """The leader's word on what is in force; ``first``, it had heard nothing from here."""
+        if first and self._wanted is not None and mode is not self._wanted:
+            return  # it had not been told yet when it said so: its answer comes
+        self._in_force = mode
+        if self._wanted is None:
+            self._wanted = mode  # this front is younger than its leader
+        self._tell()
+
+    def _tell(self) -> None:
+        self._tell_gateways({"type": "mode", **self.fields()})

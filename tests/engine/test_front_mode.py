@@ -1,0 +1,79 @@
+"""An admin's word outlives epochs, and the front: gateways remind a new one of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from stopway_core.events import Mode
+from stopway_engine.front.mode import GroupMode
+
+
+class Front:
+    """A group's mode, and who was told what."""
+
+    def __init__(self) -> None:
+        self.leader: list[str] = []
+        self.gateways: list[dict[str, Any]] = []
+        self.mode = GroupMode(lambda body: self.leader.append(body["mode"]), self.gateways.append)
+
+
+@pytest.fixture
+def front() -> Front:
+    return Front()
+
+
+def reminder(front: Front) -> tuple[Mode, float]:
+    """What a gateway remembers of a front."""
+    fields = front.gateways[-1]
+    return Mode(fields["wanted"]), fields["said_at"]
+
+
+def test_a_new_front_is_reminded_before_its_leader_comes(front: Front) -> None:
+    front.mode.say(Mode.WAITING)
+    word = reminder(front)
+    new = Front()
+    assert new.mode.fields() == {"mode": "running", "wanted": None, "said_at": 0.0}
+    new.mode.say(*word)
+    new.leader.clear()
+    new.mode.leader_came()
+    assert new.leader == ["wait"]  # before anything else
+    new.mode.leader_says(Mode.RUNNING, first=True)  # it said so before it had been told
+    assert new.mode.fields()["mode"] == "running" and reminder(new) == word
+    new.mode.leader_says(Mode.WAITING, first=False)
+    assert new.mode.fields()["mode"] == "wait"
+
+
+def test_a_reminder_that_comes_after_the_leader_still_counts(front: Front) -> None:
+    front.mode.leader_came()
+    front.mode.leader_says(Mode.RUNNING, first=True)
+    assert front.leader == []
+    front.mode.say(Mode.FROZEN, 5.0)
+    assert front.leader == ["keep"]
+
+
+def test_of_several_reminders_the_newest_counts(front: Front) -> None:
+    front.mode.say(Mode.FROZEN, 5.0)
+    front.mode.say(Mode.RUNNING, 6.0)  # it was resumed where the first gateway did not hear of it
+    front.mode.say(Mode.WAITING, 4.0)
+    front.mode.say(Mode.FROZEN, 5.0)
+    assert front.leader == ["keep", "running"] and reminder(front) == (Mode.RUNNING, 6.0)
+
+
+def test_an_admins_word_is_newer_than_any_reminder_whatever_the_clocks_say(front: Front) -> None:
+    ahead = time.time() + 3600
+    front.mode.say(Mode.FROZEN, ahead)
+    front.mode.say(Mode.RUNNING)
+    assert front.leader == ["keep", "running"]
+    mode, said_at = reminder(front)
+    assert mode is Mode.RUNNING and said_at > ahead
+
+
+def test_a_front_that_is_younger_than_its_leader_takes_its_word(front: Front) -> None:
+    front.mode.leader_came()
+    front.mode.leader_says(Mode.WAITING, first=True)
+    assert front.gateways[-1]["mode"] == "wait" and front.leader == []
+    front.mode.leader_came()  # the next epoch's
+    assert front.leader == ["wait"]

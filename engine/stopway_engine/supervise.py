@@ -33,11 +33,11 @@ from stopway_engine.numerics import Numerics, thread_environment, threads_for
 from stopway_engine.parallel import plan_shards
 from stopway_engine.pod.children import FrontProcess, RankProcess
 from stopway_engine.pod.notices import NoticeReader
+from stopway_engine.pod.watchdog import Watchdog
 from stopway_telemetry import Exporter, SpanRecord
 
 BACKOFF_FIRST_S = 0.2
 BACKOFF_MAX_S = 5.0
-START_S = 120.0  # a rank that has not said anything by then is killed
 EXIT_GRACE_S = 5.0
 
 
@@ -194,15 +194,16 @@ class Supervisor:
                 rank.kill()
 
     async def _watchdog(self) -> None:
-        """Kill what is silent: a process that is stopped or stuck does not leave by itself."""
+        """Kill what is silent, and what has not left when a drain must be over."""
+        watchdog = Watchdog(self.config.peer_loss_s)
         while True:
-            await asyncio.sleep(min(1.0, self.config.peer_loss_s / 4))
+            await asyncio.sleep(watchdog.period_s)
             now = time.monotonic()
-            for rank in self._ranks:
-                bound = START_S if rank.state == "starting" else self.config.peer_loss_s
-                overdue = self._drain_until and now > self._drain_until
-                if rank.code is None and (now - rank.heard_at > bound or overdue):
-                    print(f"rank {rank.rank} is silent: killed", file=sys.stderr, flush=True)
+            for rank in watchdog.silent(self._ranks, now):
+                print(f"rank {rank.rank} is silent: killed", file=sys.stderr, flush=True)
+                rank.kill()
+            if self._drain_until and now > self._drain_until:
+                for rank in self._ranks:
                     rank.kill()
 
     # --- what comes ----------------------------------------------------------------------

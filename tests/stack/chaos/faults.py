@@ -32,11 +32,15 @@ class Faults:
             "rank_frozen_short": self._rank_frozen,
             "front_killed": self._front_killed,
             "children_killed": self._children_killed,
+            "pod_killed": self._pod_killed,
+            "pod_drained": self._pod_drained,
+            "pod_frozen": self._pod_frozen,
             "redis_killed": self._redis_killed,
             "redis_frozen": self._redis_frozen,
             "redis_flushed": self._redis_flushed,
             "streams_trimmed": self._streams_trimmed,
             "gateway_killed": self._gateway_killed,
+            "gateway_frozen": self._gateway_frozen,
         }
 
     async def run(self, faults: tuple[Fault, ...], begun: float) -> None:
@@ -79,11 +83,31 @@ class Faults:
 
     async def _children_killed(self, fault: Fault) -> str:
         """All that one pod's supervise started, at once."""
-        pods = self._world.pods()
-        if not pods:
-            return "nobody"
-        children = pods[int(fault.pick * len(pods))].children()
+        pod = self._pod(fault)
+        children = pod.children() if pod is not None else []
         return ", ".join([self._kill(child) for child in children]) or "nobody"
+
+    def _pod(self, fault: Fault) -> psutil.Process | None:
+        """The supervise of some pod."""
+        pods = self._world.pods()
+        return pods[int(fault.pick * len(pods))] if pods else None
+
+    async def _pod_killed(self, fault: Fault) -> str:
+        """What it started must go with it, before another starts the same."""
+        return self._kill(self._pod(fault))
+
+    async def _pod_drained(self, fault: Fault) -> str:
+        """As a kubelet ends a pod; the whole group leaves, and comes back."""
+        pod = self._pod(fault)
+        if pod is None:
+            return "nobody"
+        pod.terminate()
+        return str(pod.pid)
+
+    async def _pod_frozen(self, fault: Fault) -> str:
+        """Its ranks and front go on: it has no part in what they do."""
+        pod = self._pod(fault)
+        return "nobody" if pod is None else await self._freeze(pod, fault.seconds)
 
     async def _rank_frozen(self, fault: Fault) -> str:
         ranks = self._world.ranks()
@@ -143,6 +167,13 @@ class Faults:
         process.kill()
         self._watches.append(asyncio.create_task(self._gone([r.uid for r in open_now if r.uid])))
         return f"gateway {gateway} with {len(open_now)} requests open"
+
+    async def _gateway_frozen(self, fault: Fault) -> str:
+        """Shorter than its leases last."""
+        life = self._world.life(int(fault.pick * 2))
+        if life is None:
+            return "nobody"
+        return await self._freeze(psutil.Process(life.pid), fault.seconds)
 
     async def _gone(self, uids: list[str]) -> None:
         """The requests of a killed gateway leave the leader: its session was their lease."""

@@ -21,9 +21,19 @@ ADMIN = "default"
 TENANTS = (ADMIN, "guest")
 
 # These end the epoch (or the front, or a gateway): then something must come back.
-HEAVY = ("rank_killed", "leader_killed", "rank_frozen_long", "front_killed", "children_killed")
+HEAVY = (
+    "rank_killed",
+    "leader_killed",
+    "rank_frozen_long",
+    "front_killed",
+    "children_killed",
+    "pod_killed",
+    "pod_drained",
+)
 LIGHT = (
     "rank_frozen_short",
+    "pod_frozen",
+    "gateway_frozen",
     "redis_killed",
     "redis_frozen",
     "redis_flushed",
@@ -181,7 +191,7 @@ def _lasts(rng: Random, kind: str) -> float:
         return PEER_LOSS_S + rng.uniform(1.0, 4.0)
     if kind == "rank_frozen_short":
         return rng.uniform(0.2, PEER_LOSS_S / 2)
-    if kind == "redis_frozen":
+    if kind in ("redis_frozen", "pod_frozen", "gateway_frozen"):
         return rng.uniform(0.5, 5.0)
     return 0.0
 

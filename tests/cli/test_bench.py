@@ -121,14 +121,23 @@ def test_turn_cost_is_of_a_full_house_whose_books_balance(
 
 
 def test_a_cost_model_is_made_of_what_a_leader_saw() -> None:
-    steps = [[1, 0, 0.010], [8, 0, 0.024], [0, 100, 0.058], [8, 0, 0.024]]
+    steps = [
+        [1, 0, 50, 0, 0.010],
+        [8, 0, 800, 0, 0.024],
+        [0, 100, 0, 0, 0.058],
+        [8, 0, 800, 0, 0.024],
+        [1, 0, 1050, 0, 0.012],
+        [0, 100, 0, 100 * 100, 0.068],
+    ]
     blocks = {"total": 500, "block_size": 16}
     ledger = {"step_times": steps, "blocks": blocks, "max_batch_tokens": 256}
     cost = calibration.cost_model(ledger, 1, 2, 0.004)
     assert cost.max_batch_tokens == 256
     assert (cost.pipeline, cost.window, cost.blocks, cost.redis_s) == (2, 2, 500, 0.004)
-    assert cost.step_s(8, 0) == pytest.approx(2 * 0.024)
+    assert cost.step_s(8, 0, 800) == pytest.approx(2 * 0.024)
     assert cost.step_s(0, 100) == pytest.approx(2 * 0.058)
+    assert cost.context_token_s == pytest.approx(2 * 0.000002)
+    assert cost.prefill_pair_s == pytest.approx(2 * 0.000001)
     with pytest.raises(CliError, match="at least two numbers of decoding rows"):
         calibration.cost_model({**ledger, "step_times": steps[:1]}, 1, 1, 0.0)
 

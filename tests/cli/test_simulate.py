@@ -107,6 +107,24 @@ def test_every_option_of_sim_reaches_the_simulation() -> None:
     assert found["off_queue"]["host_loads"] > 0
 
 
+def test_priorities_and_choices_are_counted_and_shown(tmp_path: Path) -> None:
+    asked = ("--priority=-2:0.5", "--priority", "4:0.2", "--choices", "constant:2")
+    found = document_of(stopway("sim", *LITTLE, *asked))
+    assert list(found) == [*REPORT, "priorities", "choices"]
+    assert list(found["priorities"]) == ["-2", "0", "4"]
+    for level in found["priorities"].values():
+        assert list(level) == ["requests", "finished", "preemptions", "first_token_s"]
+    assert found["choices"]["asked"] == 2 * 40
+    trace, html = tmp_path / "t.csv", tmp_path / "r.html"
+    trace.write_text("arrival,prompt,output,priority,choices\n0,50,4,-2,\n0.1,50,40,,3\n")
+    result = stopway("compare", "--trace", str(trace), "--processes", "1", "--html", str(html))
+    assert result.exit_code == 0
+    for shown in (result.stdout, html.read_text(encoding="utf-8")):
+        assert "priority -2: first token p99 ms" in shown
+        assert "priority 0: preemptions" in shown
+        assert "tokens taken from a choice" in shown
+
+
 def test_sim_without_json_is_a_table() -> None:
     result = stopway("sim", "--requests", "10", "--groups", "1", "--cancel", "1")
     assert result.exit_code == 0
@@ -153,10 +171,10 @@ def test_sim_runs_a_trace(tmp_path: Path) -> None:
         (["--cost-field", "blocks=1e999"], "blocks is inf; give a finite number"),
         (["--cost-field", f"blocks=1{'0' * 400}"], "blocks is an integer of hundreds of digits"),
         (["--cost-field", f"decode={'[' * 100_000}"], "is no number; write NAME=VALUE"),
-        (["--prompt", "lognormal:100:1e308"], "is no distribution of lengths"),
+        (["--prompt", "lognormal:100:1e308"], "is no distribution of counts"),
         (["--prompt", "lognormal:100:11"], "SIGMA is 0 to 10"),
-        (["--prompt", "lognormal:1e308:1"], "is no distribution of lengths"),
-        (["--output", "constant:inf"], "is no distribution of lengths"),
+        (["--prompt", "lognormal:1e308:1"], "is no distribution of counts"),
+        (["--output", "constant:inf"], "is no distribution of counts"),
         (["--think", "nan"], "clients are 0 or more, and think 0 to"),
         (["--think", "inf"], "clients are 0 or more, and think 0 to"),
         (["--rate", "nan"], "a rate of nan requests a second"),
@@ -168,6 +186,14 @@ def test_sim_runs_a_trace(tmp_path: Path) -> None:
         (["--groups", "0", "--scenario", "cancel-storm"], "a fleet of 0 groups"),
         (["--requests", "0"], "0 requests; give at least 1"),
         (["--requests", "0", "--scenario", "cancel-storm"], "0 requests; give at least 1"),
+        (["--priority", "high:0.5"], "--priority 'high:0.5': write it as LEVEL:SHARE"),
+        (["--priority", "0.5:0.5"], "--priority: LEVEL is 0.5; give a whole number"),
+        (["--priority", "1:nan"], "SHARE is nan; give a finite number"),
+        (["--priority", "1:0.7", "--priority", "2:0.7"], "more than 1 together"),
+        (["--choices", "constant:65"], "a request has 1 to 64 choices"),
+        (["--choices", "two"], "'two' is no distribution of counts"),
+        (["--split", "--choices", "constant:2"], "of one choice; give 1 a request"),
+        (["--cost-field", "prefill_pair_s=-1"], "prefill_pair_s is -1.0; give seconds"),
         (["--check", "-1"], "-1 groups to check; give 0 or more"),
     ],
 )

@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 
 from stopway_core.policies import NATIVE, POLICIES
-from stopway_core.types import Deadlines
+from stopway_core.types import Deadlines, StepWork
 from stopway_sim.fleet import CostModel, FleetConfig, RankLost, Report, Spec, Storm, Workload
+from stopway_sim.fleet.pipeline import Chunk, Pipeline
 from stopway_sim.fleet.run import simulate
 
-# A step: 10 ms, 2 ms for each decoding row, 0.1 ms for each prefill token.
+# A step: 10 ms, 2 ms for each decoding row, 0.1 ms for each prefill token; context costs nothing.
 COST = CostModel(
     base_s=0.010,
     decode=((1, 0.002),),
     prefill=((100, 0.010),),
+    context_token_s=0.0,
+    prefill_pair_s=0.0,
     turn_s=0.0,
     control_s=0.0,
     hop_s=0.0,
@@ -69,6 +72,90 @@ def test_a_pipeline_overlaps_steps_and_pays_its_hops() -> None:
     cost = replace(COST, pipeline=2, window=2, control_s=0.002, hop_s=0.001)
     report = run(Spec(0, 0.0, own=1, output=1), fleet=FleetConfig(groups=1, cost=cost))
     assert series(report, "first_token") == [0.0171]
+
+
+def test_chunks_and_rows_take_longer_with_what_is_before_them() -> None:
+    # 50 tokens: 15 ms. 50 behind 50: 15 and 2,500 pairs of a microsecond. Then a row behind 100
+    # tokens: 12 ms and 100 x 0.02.
+    cost = replace(COST, max_batch_tokens=50, prefill_pair_s=1e-6, context_token_s=2e-5)
+    report = run(Spec(0, 0.0, own=100, output=2), fleet=FleetConfig(groups=1, cost=cost))
+    assert series(report, "first_token") == [0.001 + 0.015 + 0.0175 + 0.001]
+    assert series(report, "total") == [0.001 + 0.015 + 0.0175 + 0.014 + 0.001]
+
+
+def test_cached_tokens_are_context_too() -> None:
+    # The second prompt begins with 96 tokens that are cached, six blocks: 4 tokens behind them.
+    cost = replace(COST, prefill_pair_s=1e-5)
+    shared = {"prefix": 0, "prefix_tokens": 96}
+    report = run(
+        Spec(0, 0.0, own=4, output=1, **shared),  # type: ignore[arg-type]
+        Spec(1, 0.1, own=4, output=1, **shared),  # type: ignore[arg-type]
+        fleet=FleetConfig(groups=1, cost=cost),
+    )
+    step_s = 0.010 + 4 * 0.0001 + 4 * 96 * 1e-5
+    assert series(report, "first_token") == [0.001 + 0.020 + 0.001, 0.001 + step_s + 0.001]
+
+
+def test_a_step_that_rows_leave_is_shorter_by_their_context() -> None:
+    # 10 ms, a row: 2 and its context of 100 tokens: 1; 200 prompt tokens: 20 and 60,000 pairs: 60.
+    # The prompt's owner ends in layer 16 of 32: the 14 after the next save 80 of 93 ms.
+    pipeline = Pipeline(replace(COST, context_token_s=1e-5, prefill_pair_s=1e-6))
+    run = pipeline.launch(5.0, StepWork(1, []), {1: 100}, {2: Chunk(200, 300)})
+    assert run.ends == pytest.approx([5.093])
+    assert pipeline.leave(5.0475, {2}) == [run]
+    assert run.ends == pytest.approx([5.093 - 0.080 * 14 / 32])
+
+
+def test_choices_share_a_prompt_and_are_one_request() -> None:
+    # The prompt of 20 until 13 ms, at the client at 14. Three answers: two go on from 19 cached
+    # tokens, which their first step ends with one token each while the first decodes: 12.2 ms.
+    # So the first has its second token at 25.2, with the first tokens of the others; then two rows
+    # decode, 14 ms, until 39.2.
+    report = run(Spec(0, 0.0, own=20, output=2, choices=3))
+    assert series(report, "first_token") == [0.014]
+    assert series(report, "total") == [0.0392 + 0.001]
+    assert report.tally.counts["delivered"] == 6
+    assert report.tally.outcomes == {"finished": 1}
+    document = report.to_json()
+    assert document["choices"] == {"asked": 3, "shared_tokens": 2 * 19}
+    assert "priorities" not in document
+
+
+def test_a_stop_of_a_request_is_of_the_choices_that_go_on() -> None:
+    # The client has the first token at 14 ms and gives up at 20: the stop is there at 22, and
+    # ends three choices, of which two had no token.
+    report = run(Spec(0, 0.0, own=20, output=9, choices=3, cancel_after_s=0.020), fleet=STAYING)
+    assert series(report, "effective") == [0.002]
+    assert report.tally.outcomes == {"stopped": 1}
+    assert report.tally.counts["delivered"] == 1
+    assert report.tally.counts["thrown_away"] == 3  # one each, of the step in flight
+
+
+def test_a_client_of_several_choices_counts_the_tokens_of_all() -> None:
+    # Four tokens are there when the second step has ended, at 25.2 ms, and at the client at 26.2.
+    report = run(Spec(0, 0.0, own=20, output=9, choices=3, cancel_after_tokens=4), fleet=STAYING)
+    assert report.tally.counts["delivered"] == 4
+    assert report.tally.series["notify"][0] == pytest.approx(0.002)
+
+
+def test_a_smaller_priority_has_its_first_token_sooner() -> None:
+    # One runs at a time. A runs until 13 ms, then C, which came after B: until 25. B: until 37.
+    cost = replace(COST, max_running=1)
+    report = run(
+        Spec(0, 0.0, own=20, output=1, priority=3),
+        Spec(1, 0.001, own=20, output=1, priority=3),
+        Spec(2, 0.002, own=20, output=1, priority=-3),
+        fleet=FleetConfig(groups=1, cost=cost),
+    )
+    levels = report.to_json()["priorities"]
+    assert list(levels) == ["-3", "3"]
+    assert levels["-3"]["first_token_s"]["max"] == pytest.approx(0.025 - 0.002 + 0.001)
+    assert levels["3"]["first_token_s"]["max"] == pytest.approx(0.037 - 0.001 + 0.001)
+    assert (levels["3"]["requests"], levels["3"]["finished"], levels["3"]["preemptions"]) == (
+        2,
+        2,
+        0,
+    )
 
 
 def test_a_cancel_while_a_step_is_in_flight() -> None:

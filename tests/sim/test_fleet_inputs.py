@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from random import Random
 
 import pytest
 
@@ -59,6 +60,13 @@ def test_a_trace_is_read_by_its_header() -> None:
     assert [s.arrival_s for s in read_trace(lines, "t.csv", 4096)] == [0.5, 2.5]
 
 
+def test_a_trace_may_have_priorities_and_choices() -> None:
+    lines = ["arrival,prompt,output,choices,priority", "0,5,6,,", "1,5,6,4,-100"]
+    first, second = read_trace(lines, "t.csv", 4096)
+    assert (first.priority, first.choices) == (0, 1)
+    assert (second.priority, second.choices) == (-100, 4)
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -77,6 +85,11 @@ def test_a_trace_is_read_by_its_header() -> None:
         (["arrival,prompt,output", "1,2,0"], "line 2, column 'output': '0' is no count"),
         (["arrival,prompt,output", "1,50,60"], "line 2, column 'output': 50 . 60 tokens exceed"),
         (["arrival,prompt,output,cancel", "5,2,3,4"], "line 2, column 'cancel': 4 s is before"),
+        (["arrival,prompt,output,priority", "5,2,3,1.5"], "column 'priority': '1.5' is none"),
+        (["arrival,prompt,output,priority", "5,2,3,-101"], "whole number from -100 to 100"),
+        (["arrival,prompt,output,priority", "5,2,3,--1"], "column 'priority': '--1' is none"),
+        (["arrival,prompt,output,choices", "5,2,3,0"], "column 'choices': '0' is no count"),
+        (["arrival,prompt,output,choices", "5,2,3,65"], "column 'choices': 65; give 1 to 64"),
     ],
 )
 def test_a_trace_says_where_it_is_wrong(lines: list[str], message: str) -> None:
@@ -84,9 +97,25 @@ def test_a_trace_says_where_it_is_wrong(lines: list[str], message: str) -> None:
         read_trace(lines, "t.csv", 100)
 
 
+Shape = tuple[int, int, int, int]
+SHAPES: list[Shape] = [
+    (1, 0, 100, 0),
+    (8, 0, 1000, 0),
+    (8, 0, 4000, 0),
+    (32, 0, 9000, 0),
+    (0, 128, 0, 0),
+    (8, 512, 4000, 512 * 1024),
+    (0, 512, 0, 512 * 512),
+]
+
+
+def timed(shape: Shape, seconds: float) -> dict[str, float]:
+    names = ("decode", "prefill", "context", "pairs")
+    return {**dict(zip(names, shape, strict=True)), "seconds": seconds}
+
+
 def steps(model: CostModel) -> list[dict[str, float]]:
-    shapes = [(1, 0), (8, 0), (8, 0), (32, 0), (0, 128), (8, 512), (0, 512)]
-    return [{"decode": d, "prefill": p, "seconds": model.step_s(d, p)} for d, p in shapes]
+    return [timed(shape, model.step_s(*shape)) for shape in SHAPES]
 
 
 def test_calibration_finds_the_model_that_was_measured() -> None:
@@ -94,12 +123,57 @@ def test_calibration_finds_the_model_that_was_measured() -> None:
         base_s=0.004,
         decode=((1, 0.001), (8, 0.008), (32, 0.020)),
         prefill=((128, 0.01), (512, 0.03)),
+        context_token_s=1e-6,
+        prefill_pair_s=5e-8,
         tensor=2,
     )
     found = calibrate({"step_times": steps(truth), "cost": {"tensor": 2}})
     assert found.tensor == 2
+    assert found.context_token_s == pytest.approx(1e-6)
+    assert found.prefill_pair_s == pytest.approx(5e-8)
     for rows, tokens in ((1, 0), (4, 0), (20, 0), (64, 0), (0, 64), (16, 256), (8, 700)):
         assert found.step_s(rows, tokens) == pytest.approx(truth.step_s(rows, tokens))
+
+
+def test_calibration_stands_up_to_noise_and_to_a_fifth_of_slow_steps() -> None:
+    truth = CostModel(
+        base_s=0.004,
+        decode=((1, 0.001), (8, 0.008)),
+        prefill=((64, 0.008), (256, 0.03)),
+        context_token_s=2e-6,
+        prefill_pair_s=1e-7,
+    )
+    random = Random(5)
+    shapes: list[Shape] = [(1, 0, context, 0) for context in range(20, 2000, 20)]
+    shapes += [(8, 0, context, 0) for context in range(200, 2000, 20)]
+    shapes += [(0, 64, 0, 0)] * 5
+    shapes += [(0, 256, 0, 256 * before) for before in range(0, 4096, 256)] * 2
+    measured = []
+    for shape in shapes:
+        slow = 3.0 if random.random() < 0.2 else 1.0
+        measured.append(timed(shape, truth.step_s(*shape) * slow * random.gauss(1.0, 0.03)))
+    found = calibrate({"step_times": measured})
+    assert found.context_token_s == pytest.approx(truth.context_token_s, rel=0.2)
+    assert found.prefill_pair_s == pytest.approx(truth.prefill_pair_s, rel=0.2)
+    for shape in ((1, 0, 1000, 0), (8, 0, 1000, 0), (0, 256, 0, 256 * 2048)):
+        assert found.step_s(*shape) == pytest.approx(truth.step_s(*shape), rel=0.1)
+
+
+def test_context_costs_nothing_where_it_hardly_differs() -> None:
+    # 10 % more context, and a step three times as long: anything but its context.
+    shapes: list[Shape] = [(1, 0, 100, 0), (1, 0, 110, 0), (8, 0, 800, 0), (0, 64, 0, 0)]
+    measured = [timed(s, t) for s, t in zip(shapes, (0.01, 0.03, 0.04, 0.02), strict=True)]
+    found = calibrate({"step_times": measured})
+    assert (found.context_token_s, found.prefill_pair_s) == (0.0, 0.0)
+
+
+def test_curves_rise_by_the_many_and_not_by_the_few() -> None:
+    shapes: list[Shape] = [(1, 0, 9, 0), (4, 0, 9, 0), *[(8, 0, 9, 0)] * 9, (0, 64, 0, 0)]
+    seconds = [0.01, 0.05, *[0.02] * 9, 0.03]
+    measured = [timed(s, t) for s, t in zip(shapes, seconds, strict=True)]
+    found = calibrate({"step_times": measured})
+    assert found.step_s(8, 0) == pytest.approx(0.02, rel=0.2)
+    assert found.step_s(4, 0) == pytest.approx(found.step_s(8, 0))
 
 
 @pytest.mark.parametrize(
@@ -107,14 +181,30 @@ def test_calibration_finds_the_model_that_was_measured() -> None:
     [
         ({}, "must have a list of that name"),
         ({"step_times": [{"decode": 1}]}, r"step_times\[0\]: give decode"),
-        ({"step_times": [{"decode": 1, "prefill": 0, "seconds": 0.1}]}, "at least two numbers"),
+        ({"step_times": [timed((1, 0, 9, 0), 0.1)]}, "at least two numbers"),
         (
-            {"step_times": [{"decode": float("inf"), "prefill": 0, "seconds": 0.1}]},
+            {"step_times": [{**timed((1, 0, 9, 0), 0.1), "decode": float("inf")}]},
             r"step_times\[0\]: give decode",
         ),
+        ({"step_times": [timed((1, 0, 9, 0), float("nan"))]}, r"step_times\[0\]: give decode"),
+        ({"step_times": [timed((0, 1, 9, 0), 0.1)]}, r"step_times\[0\]: give decode"),
+        ({"step_times": [timed((1, 0, 9, 9), 0.1)]}, r"step_times\[0\]: give decode"),
+        ({"step_times": [timed((1, 0, -1, 0), 0.1)]}, r"step_times\[0\]: give decode"),
+        ({"step_times": [timed((1, 0, 10**400, 0), 0.1)]}, r"step_times\[0\]: give decode"),
         (
-            {"step_times": [{"decode": 1, "prefill": 0, "seconds": float("nan")}]},
-            r"step_times\[0\]: give decode",
+            # What one row's context costs is more than eight rows take, with theirs.
+            {"step_times": [*steps(CostModel()), *[timed((1, 0, 10**6, 0), 900.0)] * 3]},
+            "longer contexts would explain all",
+        ),
+        (
+            {
+                "step_times": [
+                    timed((1, 0, 9, 0), 0.1),
+                    timed((8, 0, 9, 0), 0.2),
+                    timed((8, 1, 9, 0), 0.1),
+                ]
+            },
+            "prefill tokens would take no time",
         ),
         ({"step_times": steps(CostModel()), "cost": {"blocks": float("nan")}}, "blocks is nan"),
         ({"step_times": steps(CostModel()), "cost": {"turn_s": float("inf")}}, "turn_s is inf"),

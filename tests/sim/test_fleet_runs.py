@@ -128,6 +128,66 @@ def test_memory_pressure_preempts_and_recomputes() -> None:
     assert report.tally.outcomes["finished"] == BUSY.requests
 
 
+PRIORITIES = replace(BUSY, priorities=((-5, 0.2), (7, 0.5)), choices=Lengths.parse("values:1,3"))
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_priorities_and_choices_balance_under_every_policy(name: str) -> None:
+    fleet = FleetConfig(
+        groups=2, cost=SMALL, policy=POLICIES[name], checked=2, faults=(RankLost(0.8, 1, 0.7),)
+    )
+    report = simulate(fleet, PRIORITIES, seed=3)
+    balanced(report, PRIORITIES.requests)
+    assert report.tally.counts["shared_tokens"] > 0
+    document = report.to_json()
+    levels = document["priorities"]
+    assert list(levels) == ["-5", "0", "7"]
+    assert sum(level["requests"] for level in levels.values()) == PRIORITIES.requests
+    assert sum(level["preemptions"] for level in levels.values()) == document["preemptions"]
+    assert (
+        sum(level["first_token_s"]["n"] for level in levels.values())
+        == document["latency_s"]["first_token"]["n"]
+    )
+    assert document["choices"]["asked"] > PRIORITIES.requests
+
+
+def test_smaller_priorities_wait_less_and_are_not_preempted() -> None:
+    work = replace(PRIORITIES, cancels=Cancels(), storms=(), deadlines=Deadlines())
+    report = simulate(FleetConfig(groups=1, cost=replace(SMALL, blocks=64)), work, 2)
+    levels = report.to_json()["priorities"]
+    waits = [levels[level]["first_token_s"]["p50"] for level in ("-5", "0", "7")]
+    assert waits == sorted(waits)
+    assert levels["7"]["preemptions"] > levels["-5"]["preemptions"]
+
+
+def test_priorities_and_choices_leave_the_rest_of_a_workload_as_it_is() -> None:
+    plain, other = (open_loop(Drawer(work, 1, 512)) for work in (BUSY, PRIORITIES))
+    assert [replace(spec, priority=0, choices=1) for spec in other] == plain
+    assert {spec.priority for spec in other} == {-5, 0, 7}
+    assert {spec.choices for spec in other} == {1, 3}
+    homes: dict[int, set[int]] = {}
+    for spec in other:
+        homes.setdefault(spec.conversation, set()).add(spec.priority)
+    assert all(len(found) == 1 for found in homes.values())
+
+
+def test_a_split_fleet_takes_one_choice() -> None:
+    fleet = FleetConfig(groups=2, split=True)
+    with pytest.raises(FleetError, match="of one choice"):
+        simulate(fleet, PRIORITIES, 1)
+    with pytest.raises(FleetError, match="of one choice"):
+        simulate(fleet, BUSY, 1, trace=[Spec(0, 0.0, own=5, output=5, choices=2)])
+
+
+def test_longer_contexts_take_longer() -> None:
+    free = replace(SMALL, context_token_s=0.0, prefill_pair_s=0.0)
+    costs = (free, replace(free, context_token_s=1e-5), replace(free, prefill_pair_s=1e-6))
+    work = replace(BUSY, cancels=Cancels(), storms=(), deadlines=Deadlines())
+    none, rows, pairs = (simulate(FleetConfig(groups=1, cost=cost), work, 2) for cost in costs)
+    assert rows.makespan_s > none.makespan_s
+    assert pairs.makespan_s > none.makespan_s
+
+
 def test_follow_ups_hit_what_a_stop_left_in_the_cache() -> None:
     work = replace(BUSY, follow_ups=0.8, cancels=Cancels(share=0.6, after_tokens=10), shared=0.0)
     report = simulate(FleetConfig(groups=1, cost=replace(SMALL, blocks=2048)), work, 2)
@@ -235,6 +295,12 @@ def test_fleets_that_cannot_be(change: dict[str, object], message: str) -> None:
         ({"think_s": float("inf")}, "think 0 to"),
         ({"deadlines": Deadlines(total=float("nan"))}, "deadlines are 0 seconds or more"),
         ({"cancels": Cancels(share=0.1, after_tokens=0.0)}, "more than 0 tokens"),
+        ({"requests": 1 << 25}, "at most 16777216"),
+        ({"priorities": ((101, 0.5),)}, "priority 101: give a whole number from -100 to 100"),
+        ({"priorities": ((1, -0.5),)}, "share of priority 1 is -0.5"),
+        ({"priorities": ((1, 0.5), (1, 0.1))}, "given twice"),
+        ({"priorities": ((1, 0.5), (2, 0.6))}, "more than 1 together"),
+        ({"choices": Lengths("constant", (65,))}, "1 to 64 choices"),
     ],
 )
 def test_workloads_that_cannot_be(change: dict[str, object], message: str) -> None:

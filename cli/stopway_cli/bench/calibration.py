@@ -20,6 +20,7 @@ from stopway_sim.fleet import CostModel, Figure, SmallRun, beside, calibrate
 STREAMS, TOKENS = 8, 64
 CANCELLED, CANCEL_AFTER = 4, 16
 PROMPTS, PROMPT_WORDS = 3, (4, 12, 28, 60)  # up to about 240 tokens
+PROMPT_ANSWER = 8  # tokens
 STAGES = ("noticed", "stopped", "reclaimed")
 
 
@@ -37,7 +38,7 @@ async def measure(
     stops = await _cancels(subject, seed + STREAMS)
     cancels = SmallRun(CANCELLED, prompt, 1500, CANCEL_AFTER)
     ledger = await _ledger(subject)
-    # Of these workloads only: a step's time also depends on how long its contexts are.
+    # Of these workloads only: what else ran before them need not be like them.
     ledger["step_times"] = ledger["step_times"][before - ledger["step"] :]
     cost = cost_model(ledger, tensor, pipeline, told.pop("noticed_ms") / 1000)
     del stops["noticed_ms"]
@@ -51,8 +52,14 @@ def cost_model(ledger: dict[str, Any], tensor: int, pipeline: int, notify_s: flo
     """What a leader's latest steps say. Raises ``CliError`` when they are too few or all alike."""
     steps = [
         # A stage's time; the model wants that of all its stages.
-        {"decode": rows, "prefill": tokens, "seconds": seconds * pipeline}
-        for rows, tokens, seconds in ledger["step_times"]
+        {
+            "decode": rows,
+            "prefill": tokens,
+            "context": context,
+            "pairs": pairs,
+            "seconds": seconds * pipeline,
+        }
+        for rows, tokens, context, pairs, seconds in ledger["step_times"]
     ]
     blocks = ledger["blocks"]
     shape = {
@@ -78,12 +85,16 @@ async def _ledger(subject: server.Subject) -> dict[str, Any]:
 
 
 async def _prompts(subject: server.Subject, seed: int) -> None:
-    """Prefills of several sizes, alone: a curve wants points that are far apart."""
+    """Prefills of several sizes, alone: a curve wants points that are far apart.
+
+    One is of many chunks, and each has a short answer: steps that are alike but for their context.
+    """
     async with subject.http() as http:
         for number in range(PROMPTS):
             for words in PROMPT_WORDS:
                 text = server.long_prompt(seed + number, words)
-                await server.ask(http, subject, text, 1)
+                await server.ask(http, subject, text, PROMPT_ANSWER)
+        await server.ask(http, subject, server.long_prompt(seed + PROMPTS), PROMPT_ANSWER)
 
 
 async def _cancels(subject: server.Subject, seed: int) -> dict[str, float]:

@@ -12,7 +12,9 @@ from stopway_cli.errors import Exit
 
 Finish = Callable[[Coroutine[Any, Any, Exit]], None]
 
-_LENGTHS = "lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, constant:N or values:A,B,C tokens."
+_COUNTS = "lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, constant:N or values:A,B,C"
+_LENGTHS = f"{_COUNTS} tokens."
+_TRACE = "CSV instead: arrival,prompt,output[,cancel][,priority][,choices]."
 
 
 def register(app: typer.Typer, finish: Finish) -> None:
@@ -51,9 +53,14 @@ def register(app: typer.Typer, finish: Finish) -> None:
         follow_ups: Annotated[
             float | None, typer.Option(help="Share that continues a conversation [0].")
         ] = None,
-        trace: Annotated[
-            Path | None, typer.Option(help="CSV: arrival,prompt,output[,cancel] instead.")
+        priority: Annotated[
+            list[str] | None,
+            typer.Option(help="LEVEL:SHARE of all, the rest has 0; smaller goes first; repeat."),
         ] = None,
+        choices: Annotated[
+            str, typer.Option(help=f"Answers to a request: {_COUNTS} [constant:1]")
+        ] = "",
+        trace: Annotated[Path | None, typer.Option(help=_TRACE)] = None,
         deadline_queue: Annotated[float | None, typer.Option(help="Seconds to leave it.")] = None,
         deadline_first_token: Annotated[float | None, typer.Option(help="Seconds to it.")] = None,
         deadline_total: Annotated[float | None, typer.Option(help="Seconds to the end.")] = None,
@@ -112,6 +119,8 @@ def register(app: typer.Typer, finish: Finish) -> None:
             prefixes=prefixes,
             prefix_tokens=prefix_tokens,
             follow_ups=follow_ups,
+            priorities=tuple(priority or ()),
+            choices=choices,
             trace=trace,
             deadlines=(deadline_queue, deadline_first_token, deadline_total),
             cancel=cancel,
@@ -137,9 +146,7 @@ def register(app: typer.Typer, finish: Finish) -> None:
         ] = None,
         groups: Annotated[int, typer.Option(min=1, help="Replicas.")] = 4,
         requests: Annotated[int, typer.Option(min=1, help="How many.")] = 2000,
-        trace: Annotated[
-            Path | None, typer.Option(help="CSV: arrival,prompt,output[,cancel] instead.")
-        ] = None,
+        trace: Annotated[Path | None, typer.Option(help=_TRACE)] = None,
         cost: Annotated[Path | None, typer.Option(help="A cost model as JSON.")] = None,
         seed: Annotated[int, typer.Option(help="The same seed, the same report.")] = 1,
         processes: Annotated[int, typer.Option(min=1, help="To simulate cells in.")] = 2,

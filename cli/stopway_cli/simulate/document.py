@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stopway_cli.simulate.figures import SHOWN, best_of
+from stopway_cli.simulate.figures import best_of, shown_in
 from stopway_core.policies import POLICIES
 from stopway_sim.fleet import SCENARIOS, Scenario, simulate
 
@@ -31,7 +31,7 @@ def table(scenario: Scenario) -> str:
         f"| | {' | '.join(POLICIES)} |",
         f"|---|{'---:|' * len(POLICIES)}",
     ]
-    for shown in SHOWN:
+    for shown in shown_in(runs):
         best = best_of(shown, runs)
         cells = [shown.text(run) for run in runs]
         if set(cells) <= {"0", "0.0"}:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,26 @@ SHOWN = [
     Shown("failed", ("outcomes", "failed"), best=""),
     Shown("refused", ("outcomes", "refused"), best=""),
 ]
+
+
+def shown_in(reports: Sequence[Mapping[str, Any]]) -> list[Shown]:
+    """All that is shown of these reports: some figures only some workloads have."""
+    levels = {int(level) for report in reports for level in report.get("priorities", ())}
+    shared = Shown("tokens taken from a choice", ("choices", "shared_tokens"), best="")
+    return [
+        *SHOWN,
+        *([shared] if any("choices" in report for report in reports) else []),
+        *(shown for level in sorted(levels) for shown in _of_priority(level)),
+    ]
+
+
+def _of_priority(level: int) -> list[Shown]:
+    path = ("priorities", str(level))
+    first = [
+        Shown(f"priority {level}: first token {p} ms", (*path, "first_token_s", p), 1000, 1)
+        for p in ("p50", "p99")
+    ]
+    return [*first, Shown(f"priority {level}: preemptions", (*path, "preemptions"))]
 
 
 def best_of(shown: Shown, reports: list[dict[str, Any]]) -> set[int]:

@@ -47,6 +47,8 @@ class Options:
     prefixes: int | None = None
     prefix_tokens: int | None = None
     follow_ups: float | None = None
+    priorities: tuple[str, ...] = ()
+    choices: str = ""
     trace: Path | None = None
     deadlines: tuple[float | None, float | None, float | None] = (None, None, None)
     cancel: float | None = None
@@ -144,7 +146,7 @@ def _workload(options: Options, base: Workload) -> dict[str, Any]:
         prefix_tokens=options.prefix_tokens,
         follow_ups=options.follow_ups,
     )
-    for name in ("prompt", "output"):
+    for name in ("prompt", "output", "choices"):
         if getattr(options, name):
             found[name] = Lengths.parse(getattr(options, name))
     cancels = _given(
@@ -158,6 +160,11 @@ def _workload(options: Options, base: Workload) -> dict[str, Any]:
     if options.storms:
         storms = [_numbers("--storm", text, "AT:SHARE") for text in options.storms]
         found["storms"] = tuple(Storm(at, share) for at, share in storms)
+    if options.priorities:
+        levels = [_numbers("--priority", text, "LEVEL:SHARE") for text in options.priorities]
+        found["priorities"] = tuple(
+            (_whole("--priority", "LEVEL", level), share) for level, share in levels
+        )
     if any(seconds is not None for seconds in options.deadlines):
         found["deadlines"] = Deadlines(*options.deadlines)
     return found

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from stopway_cli.simulate import charts
-from stopway_cli.simulate.figures import SHOWN, Shown, best_of
+from stopway_cli.simulate.figures import Shown, best_of, shown_in
 
 _LIGHT = ("#1f6feb", "#d1620a", "#1a7f37", "#a626a4", "#b8860b", "#c62f5b")
 _DARK = ("#6ea8fe", "#ffa657", "#56d364", "#d2a8ff", "#e3c04d", "#ff7b9c")
@@ -91,7 +91,7 @@ def _panel(head: str, unit: str, shown: Shown, names: list[str], runs: list[dict
 def _table(names: list[str], runs: list[dict[str, Any]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     rows = []
-    for shown in SHOWN:
+    for shown in shown_in(runs):
         best = best_of(shown, runs)
         cells = "".join(
             f'<td class="best">{shown.text(run)}</td>'

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from stopway_cli import render
-from stopway_cli.simulate.figures import SHOWN, best_of
+from stopway_cli.simulate.figures import best_of, shown_in
 from stopway_sim.fleet import Report
 
 
@@ -19,7 +19,7 @@ def one(report: Report) -> None:
         f"{report.makespan_s:,.1f} simulated seconds"
     )
     table.add_column("", justify="right", no_wrap=True)
-    for shown in SHOWN:
+    for shown in shown_in([document]):
         table.add_row(shown.title, shown.text(document))
     for reason, count in document["reasons"].items():
         table.add_row(f"ended: {reason}", f"{count:,}")
@@ -36,7 +36,7 @@ def many(document: dict[str, Any]) -> None:
     )
     for run in runs:
         table.add_column(run["policy"], justify="right", no_wrap=True)
-    for shown in SHOWN:
+    for shown in shown_in(runs):
         best = best_of(shown, runs)
         cells = [
             f"[green]{shown.text(run)}[/green]" if index in best else shown.text(run)

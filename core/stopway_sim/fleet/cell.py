@@ -14,7 +14,7 @@ from stopway_sim.fleet.group import SimGroup
 from stopway_sim.fleet.host_loads import HostLoader
 from stopway_sim.fleet.outside import Outside
 from stopway_sim.fleet.request import Request
-from stopway_sim.fleet.tally import Tally
+from stopway_sim.fleet.tally import Level, Tally
 from stopway_sim.fleet.transfer import Transfers
 from stopway_sim.fleet.workload import Drawer, Spec, Texts, Workload
 
@@ -73,6 +73,7 @@ class Cell:
         self.to_come -= 1
         request = self.requests[spec.number] = Request(spec, self.events.now)
         self.alive[spec.number] = request
+        self.tally.counts["choices"] += spec.choices
         self.giving_up.arrived(request)
         self._dispatch(request)
 
@@ -93,7 +94,7 @@ class Cell:
         group.submit(self.submission(request, self.texts.prompt(spec), max_tokens))
 
     def submission(self, request: Request, prompt: tuple[int, ...], max_tokens: int) -> Submission:
-        """What a leader gets; the answer ends by its length only."""
+        """What a leader gets; the answers end by their length only."""
         spec = request.spec
         seed = self.texts.request_seed(spec.number)
         return Submission(
@@ -103,6 +104,8 @@ class Cell:
             prompt=prompt,
             params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed),
             minted_at=self.events.now,
+            choices=spec.choices,
+            priority=spec.priority,
             deadlines=self.workload.deadlines,
         )
 
@@ -113,35 +116,58 @@ class Cell:
         return self.requests[number]
 
     def admitted(self, request: Request, cached_tokens: int) -> None:
-        """It entered a replica, where so much of its prompt was cached."""
-        if request.admissions > 1:
+        """An answer entered a replica, where so much of the prompt was cached."""
+        if request.admitted:
             return
+        request.admitted = True
         spec, counts = request.spec, self.tally.counts
         counts["cache_hits"] += cached_tokens
         parent = self.requests.get(spec.parent)
         if parent is not None and parent.effective_at:
             counts["cache_hits_after_stop"] += max(0, cached_tokens - spec.prefix_tokens)
 
+    def preempted(self, request: Request) -> None:
+        """An answer left a replica, to come back."""
+        self.tally.counts["preemptions"] += 1
+        self.level(request).preemptions += 1
+
     def ended(self, group: SimGroup, ended: Ended) -> None:
-        """A leader gave a request (or a leg of it) its outcome."""
-        request = self.requests[int(ended.uid[1:])]
+        """A leader gave an answer (or a leg of it) its outcome."""
+        request = self.requests[number_in(ended.uid)]
         if request.ended:
             return
         first = group is self.groups[0]
-        if first and ended.first_token_at:
-            seconds = ended.first_token_at - request.sent_at + self.delivery_s
-            self.tally.series["first_token"].append(seconds)
+        answer, at = request.answers[ended.index], ended.first_token_at
+        answer.output = ended.keep + (0 if first else request.first_leg)
+        if first and at:
+            request.first_token_at = min(at, request.first_token_at or at)
         more = request.spec.output > 1 and ended.outcome is Outcome.FINISHED
         if self.transfers and first and more:
+            self._has_first_token(request)
             request.first_leg = ended.keep
             self.transfers.begin(request)
             return
-        request.output = ended.keep + (0 if first else request.first_leg)
-        self.finish(request, ended.reason, ended.discarded_tokens)
+        answer.ended = True
+        request.discarded += ended.discarded_tokens
+        reason = request.has_end(ended.reason)
+        if reason is not None:
+            if first:
+                self._has_first_token(request)
+            self.finish(request, reason)
+
+    def _has_first_token(self, request: Request) -> None:
+        if request.first_token_at:
+            seconds = request.first_token_at - request.sent_at + self.delivery_s
+            self.tally.series["first_token"].append(seconds)
+            self.level(request).first_token.append(seconds)
+
+    def level(self, request: Request) -> Level:
+        """What is counted of all requests of its priority."""
+        return self.tally.levels[request.spec.priority]
 
     def refused(self, group: SimGroup, refused: Refused) -> None:
         """A leader did not take a request."""
-        request = self.requests[int(refused.uid[1:])]
+        request = self.requests[number_in(refused.uid)]
         if not request.ended:
             self._close(request, "refused", f"refused_{refused.code}")
 
@@ -164,15 +190,15 @@ class Cell:
 
     # --- ends ----------------------------------------------------------------------------
 
-    def finish(self, request: Request, reason: Reason, discarded: int = 0) -> None:
+    def finish(self, request: Request, reason: Reason) -> None:
         """Give a request its one outcome, now."""
         if request.ended:
             return
         counts, outcome = self.tally.counts, outcome_of(reason)
-        made = request.output
+        made = request.produced
         delivered = min(made, request.delivered_at_act) if request.acted_at else made
         counts["delivered"] += delivered
-        counts["thrown_away"] += made - delivered + discarded
+        counts["thrown_away"] += made - delivered + request.discarded
         if request.acted_at:
             counts["prefill_thrown_away"] += request.prefilled - request.prefill_at_act
         elif outcome is Outcome.FINISHED:
@@ -187,6 +213,9 @@ class Cell:
         del self.alive[request.spec.number]
         self.tally.outcomes[outcome] += 1
         self.tally.reasons[reason] += 1
+        level = self.level(request)
+        level.requests += 1
+        level.finished += outcome == Outcome.FINISHED.value
         self.tally.last_end_s = self.events.now - START_S
         if not request.acted_at:
             self.closed.next(request.spec, self.events.now + self.delivery_s)
@@ -195,7 +224,8 @@ class Cell:
         """A rank dies: what the group had fails (the gateway retries nothing)."""
         for request in list(self.alive.values()):
             if self._on(request, fault.group):
-                request.output, request.seq = request.produced, None
+                for answer in request.answers:
+                    answer.leave()
                 self.finish(request, Reason.RANK_LOST)
         for group in self.groups:
             if group.index == fault.group:
@@ -213,3 +243,8 @@ class Cell:
 def uid_of(number: int) -> str:
     """A request's uid."""
     return f"r{number}"
+
+
+def number_in(uid: str) -> int:
+    """The number of a request in its uid, or in that of one of its choices."""
+    return int(uid[1:].partition(".")[0])

@@ -32,9 +32,15 @@ class CostModel:
     """One group: its shape, its limits, and seconds for whatever takes time.
 
     A step of ``d`` decoding rows and ``p`` prefill tokens takes ``base_s + decode(d) +
-    prefill(p)`` seconds over all its layers; a pipeline splits that evenly over its stages. The
-    default is of the order of an 8B model on one current accelerator; ``calibrate`` makes one from
-    measurements.
+    prefill(p) + context_token_s * c + prefill_pair_s * q`` seconds over all its layers; a pipeline
+    splits that evenly over its stages. ``c`` is the context of the decoding rows, in tokens of all
+    of them together: their KV is read. ``q`` is, summed over the prefill's chunks, a chunk's tokens
+    times those before it, cached or computed: their attention. What the tokens of a chunk are to
+    each other is in ``prefill``.
+
+    The default is of the order of an 8B model with grouped queries on one current accelerator: a
+    token's KV is 128 KiB, at 3.3 TB/s; a pair is 0.5 MFLOP, at 350 TFLOP/s. ``calibrate`` makes a
+    model from measurements.
     """
 
     # Shape.
@@ -45,6 +51,8 @@ class CostModel:
     base_s: float = 0.008
     decode: Points = ((64, 0.002), (256, 0.012))
     prefill: Points = ((512, 0.012), (8192, 0.24))
+    context_token_s: float = 4e-8  # for each token of a decoding row's context
+    prefill_pair_s: float = 1.5e-9  # for each pair of a chunk's token and one before the chunk
     turn_s: float = 0.0003  # from a result, or a request, to the launch that answers it
     hop_s: float = 0.0001  # hidden states to the next stage
     # Messages, one way.
@@ -90,10 +98,17 @@ class CostModel:
         """Processes of one group."""
         return self.tensor * self.pipeline
 
-    def step_s(self, decode_rows: int, prefill_tokens: int) -> float:
-        """Seconds of a step over all its layers."""
+    def step_s(
+        self,
+        decode_rows: int,
+        prefill_tokens: int,
+        context_tokens: int = 0,
+        prefill_pairs: int = 0,
+    ) -> float:
+        """Seconds of a step over all its layers; ``context_tokens`` are the decoding rows'."""
         rows, tokens = curve(self.decode, decode_rows), curve(self.prefill, prefill_tokens)
-        return self.base_s + rows + tokens
+        attention = self.context_token_s * context_tokens + self.prefill_pair_s * prefill_pairs
+        return self.base_s + rows + tokens + attention
 
     def to_json(self) -> dict[str, Any]:
         """Every field; curves as lists of pairs."""

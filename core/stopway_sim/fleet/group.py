@@ -10,7 +10,7 @@ from stopway_core.events import Completed, Ended, Event, Refused, StopSignal, Su
 from stopway_core.planner import Planned, Planner
 from stopway_core.receipts import RankInfo, ReceiptBook
 from stopway_core.replica import Replica
-from stopway_core.turn import decode_turn, encode_turn
+from stopway_core.turn import Admit, decode_turn, encode_turn
 from stopway_core.types import StepResult, StepWork, Stop, Submission
 from stopway_core.wire import Decoder
 from stopway_sim.failure import require
@@ -18,10 +18,10 @@ from stopway_sim.fleet.config import FleetConfig
 from stopway_sim.fleet.events import Events
 from stopway_sim.fleet.off_queue import OffQueue
 from stopway_sim.fleet.outside import Outside
-from stopway_sim.fleet.pipeline import Pipeline, StepRun
-from stopway_sim.fleet.request import Request
+from stopway_sim.fleet.pipeline import Chunk, Pipeline, StepRun
+from stopway_sim.fleet.request import Answer, Request
 from stopway_sim.fleet.tally import Tally
-from stopway_sim.fleet.workload import number_of, token_at
+from stopway_sim.fleet.workload import choice_of, token_at
 
 
 class Owner(Protocol):
@@ -29,6 +29,7 @@ class Owner(Protocol):
 
     def of(self, number: int) -> Request: ...
     def admitted(self, request: Request, cached_tokens: int) -> None: ...
+    def preempted(self, request: Request) -> None: ...
     def ended(self, group: SimGroup, ended: Ended) -> None: ...
     def refused(self, group: SimGroup, refused: Refused) -> None: ...
     def noticed(self, number: int) -> None: ...
@@ -86,7 +87,7 @@ class SimGroup:
         self._inbox: list[Event] = []
         self._ticking = False
         self._timer: float | None = None
-        self._running: dict[int, Request] = {}  # by rid
+        self._running: dict[int, Answer] = {}  # by rid
         self._open: set[str] = set()  # stops whose receipts may still change
         self._executed = 0
         self._executed_at = 0.0
@@ -158,15 +159,14 @@ class SimGroup:
         for rid in turn.preempts:
             self._preempted(self._running.pop(rid))
         for rid in turn.ends:
-            request = self._running.pop(rid)
-            request.output, request.seq, request.rid = request.produced, None, 0
+            self._running.pop(rid).leave()
         for admit in turn.admits:
-            self._admit(admit.rid, self._owner.of(number_of(admit.params.seed)))
+            self._admit(admit)
         if self._config.policy.leaves_steps and turn.ends:
             for run in self._pipeline.leave(now, set(turn.ends)):
                 self._events.at(self._pipeline.result_at(run), self._complete, self.epoch, run)
         if planned.work is not None:
-            self._launch(now, planned.work, turn.launch.decode if turn.launch else [])
+            self._launch(now, planned.work, len(turn.launch.decode) if turn.launch else 0)
         for ended in planned.outputs.ended:
             self._owner.ended(self, ended)
         for refused in planned.outputs.refused:
@@ -198,32 +198,35 @@ class SimGroup:
         """Off-queue use has let blocks go: somebody who waits may fit now."""
         self._poke()
 
-    # --- requests in the replica ---------------------------------------------------------
+    # --- answers in the replica ----------------------------------------------------------
 
-    def _admit(self, rid: int, request: Request) -> None:
-        seq = self.replica.seqs[rid]
-        self._running[rid] = request
-        request.rid, request.seq = rid, seq
-        request.admissions += 1
-        if request.computed_max:
-            again = max(0, request.computed_max - seq.cached_tokens)
+    def _admit(self, admit: Admit) -> None:
+        number, index = choice_of(admit.params.seed)
+        request, seq = self._owner.of(number), self.replica.seqs[admit.rid]
+        answer = self._running[admit.rid] = request.answers[index]
+        answer.seq = seq
+        if answer.computed_max:
+            again = max(0, answer.computed_max - seq.cached_tokens)
             self.tally.counts["recomputed"] += again
-            request.computed_max = 0
+            answer.computed_max = 0
+        if admit.fork:
+            self.tally.counts["shared_tokens"] += seq.cached_tokens
         self._owner.admitted(request, seq.cached_tokens)
         self._watch(request, self.replica.processed)
 
-    def _preempted(self, request: Request) -> None:
-        seq = request.seq
+    def _preempted(self, answer: Answer) -> None:
+        seq = answer.seq
         assert seq is not None
-        self.tally.counts["preemptions"] += 1
-        request.computed_max = seq.launched
-        request.output, request.seq, request.rid = request.produced, None, 0
+        answer.computed_max = seq.launched
+        answer.leave()
+        self._owner.preempted(answer.request)
 
     def _watch(self, request: Request, step: int) -> None:
         """Look again when the request can have the tokens after which its client gives up."""
         wanted = request.spec.cancel_after_tokens
         if wanted is not None and not request.acted_at:
-            due = step + max(1, wanted - request.produced)
+            each = -(-(wanted - request.produced) // len(request.answers))
+            due = step + max(1, each)
             heapq.heappush(self._watched, (due, request.spec.number))
 
     def _look(self, step: int) -> None:
@@ -231,7 +234,7 @@ class SimGroup:
         while watched and watched[0][0] <= step:
             request = self._owner.of(heapq.heappop(watched)[1])
             wanted = request.spec.cancel_after_tokens
-            if request.ended or request.seq is None or wanted is None:
+            if request.ended or not request.running or wanted is None:
                 continue
             if request.produced >= wanted:
                 self._owner.reached(request)
@@ -240,12 +243,14 @@ class SimGroup:
 
     # --- steps ---------------------------------------------------------------------------
 
-    def _launch(self, now: float, work: StepWork, decode: list[int]) -> None:
-        prefill: dict[int, int] = {}
-        for row in work.rows[len(decode) :]:
-            count = prefill[row.rid] = len(row.tokens)
-            self._running[row.rid].prefilled += count
-        run = self._pipeline.launch(now, work, set(decode), prefill)
+    def _launch(self, now: float, work: StepWork, decoding: int) -> None:
+        """Start a step whose first ``decoding`` rows decode."""
+        decode = {row.rid: row.start for row in work.rows[:decoding]}
+        prefill: dict[int, Chunk] = {}
+        for row in work.rows[decoding:]:
+            chunk = prefill[row.rid] = Chunk(len(row.tokens), row.start)
+            self._running[row.rid].request.prefilled += chunk.tokens
+        run = self._pipeline.launch(now, work, decode, prefill)
         self._events.at(self._pipeline.result_at(run), self._complete, self.epoch, run)
 
     def _complete(self, epoch: int, run: StepRun) -> None:

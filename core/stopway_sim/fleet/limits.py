@@ -9,6 +9,8 @@ from stopway_sim.fleet.errors import FleetError
 
 SECONDS_MAX = 1e9  # some thirty years: no sum of such times is infinite
 COUNT_MAX = 1 << 24  # of whatever is held in memory one by one
+CHOICES_MAX = 64  # of one request
+PRIORITY_MAX = 100  # and -100 is the least, as gateways have it
 
 
 def finite(what: str, value: Any) -> float:

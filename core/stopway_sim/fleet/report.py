@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stopway_sim.fleet.tally import SERIES, Tally
+from stopway_sim.fleet.tally import SERIES, Level, Tally
 
 CDF_STEPS = 50
 _DIGITS = 9
@@ -47,7 +47,14 @@ class Report:
     - ``hazards``: blocks that off-queue use took while a step that may write them was in flight.
     - ``stops``: ``given_up`` requests, ``issued`` stops, ``already_finished`` when they came,
       ``too_late`` to be issued at all.
-    - ``outcomes``: every request once: finished, stopped, failed, refused; ``reasons``: why.
+    - ``outcomes``: every request once: finished, stopped, failed, refused; ``reasons``: why. Of
+      several choices the worst end counts: a failed one, then a stopped one.
+
+    Only where a request has another priority than 0: ``priorities``, by priority, with
+    ``requests``, those that ``finished``, ``preemptions`` and ``first_token_s``. Only where one
+    has several choices: ``choices``, with how many were ``asked`` for, and ``shared_tokens``:
+    prompt tokens that a choice took over from a running sibling. Tokens are those of all choices,
+    a first token is the first of any, and a request ends with its last choice.
     """
 
     policy: str
@@ -110,11 +117,32 @@ class Report:
             "checks": {
                 name: counts[name] for name in ("checked_turns", "alive_at_end", "held_at_end")
             },
+            **self._if_asked(),
         }
+
+    def _if_asked(self) -> dict[str, Any]:
+        """What only some workloads have."""
+        levels, counts = sorted(self.tally.levels.items()), self.tally.counts
+        found: dict[str, Any] = {}
+        if any(priority for priority, _ in levels):
+            found["priorities"] = {str(priority): _level(level) for priority, level in levels}
+        if counts["choices"] > self.requests:
+            shared = counts["shared_tokens"]
+            found["choices"] = {"asked": counts["choices"], "shared_tokens": shared}
+        return found
 
     def cdfs(self) -> dict[str, list[float]]:
         """For each series ``CDF_STEPS`` + 1 evenly spaced quantiles, or an empty list."""
         return {name: quantiles(self.tally.series[name]) for name in SERIES}
+
+
+def _level(level: Level) -> dict[str, Any]:
+    return {
+        "requests": level.requests,
+        "finished": level.finished,
+        "preemptions": level.preemptions,
+        "first_token_s": spread(level.first_token),
+    }
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int | None]:

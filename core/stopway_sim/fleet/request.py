@@ -1,9 +1,36 @@
-"""One simulated request: what its client and its gateway know of it."""
+"""One simulated request, and its answers: what its client and its gateway know of it."""
 
 from __future__ import annotations
 
 from stopway_core.sequence import Seq
+from stopway_core.types import Outcome, Reason, outcome_of
 from stopway_sim.fleet.workload import Spec
+
+_WORST = (Outcome.FINISHED, Outcome.STOPPED, Outcome.FAILED)
+
+
+class Answer:
+    """One of the ``choices`` of a request, on the group where it is now."""
+
+    __slots__ = ("computed_max", "ended", "output", "request", "seq")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.seq: Seq | None = None  # while it runs
+        self.output = 0  # tokens sampled when it last left a replica
+        self.computed_max = 0  # positions whose KV a preemption threw away
+        self.ended = False
+
+    @property
+    def produced(self) -> int:
+        """Tokens sampled so far."""
+        if self.seq is None:
+            return self.output
+        return self.request.first_leg + len(self.seq.tokens) - self.seq.prompt_len
+
+    def leave(self) -> None:
+        """It is in no replica any more."""
+        self.output, self.seq = self.produced, None
 
 
 class Request:
@@ -11,21 +38,21 @@ class Request:
 
     __slots__ = (
         "acted_at",
-        "admissions",
+        "admitted",
         "answered",
-        "computed_max",
+        "answers",
         "delivered_at_act",
+        "discarded",
         "effective_at",
         "ended",
         "first_leg",
+        "first_token_at",
         "issued_at",
         "noticed_at",
-        "output",
         "prefill_at_act",
         "prefilled",
-        "rid",
+        "reason",
         "sent_at",
-        "seq",
         "spec",
         "transferring",
     )
@@ -33,13 +60,13 @@ class Request:
     def __init__(self, spec: Spec, sent_at: float) -> None:
         self.spec = spec
         self.sent_at = sent_at
-        self.rid = 0  # while it runs
-        self.seq: Seq | None = None  # while it runs
-        self.admissions = 0
+        self.answers = [Answer(self) for _ in range(spec.choices)]
+        self.admitted = False  # one of them has entered a replica
+        self.first_token_at = 0.0  # at a leader, of those that have ended
         self.first_leg = 0  # tokens that a prefill group has sampled
-        self.output = 0  # tokens sampled when it last left a replica
         self.prefilled = 0  # prefill tokens launched for it
-        self.computed_max = 0  # positions whose KV a preemption threw away
+        self.discarded = 0  # tokens sampled for those that have ended, and not kept
+        self.reason: Reason | None = None  # of the worst end so far
         self.transferring = False
         self.ended = False
         # Of its client's giving up.
@@ -53,7 +80,23 @@ class Request:
 
     @property
     def produced(self) -> int:
-        """Tokens sampled so far."""
-        if self.seq is None:
-            return self.output
-        return self.first_leg + len(self.seq.tokens) - self.seq.prompt_len
+        """Tokens sampled so far, of all answers."""
+        return sum(answer.produced for answer in self.answers)
+
+    @property
+    def running(self) -> bool:
+        """Whether an answer is in a replica."""
+        return any(answer.seq is not None for answer in self.answers)
+
+    def has_end(self, reason: Reason) -> Reason | None:
+        """An answer has ended; returns why all have, once they have: the worst end's reason.
+
+        A failed answer is worse than a stopped one, and that than a finished one.
+        """
+        if self.reason is None or _rank(reason) > _rank(self.reason):
+            self.reason = reason
+        return self.reason if all(answer.ended for answer in self.answers) else None
+
+
+def _rank(reason: Reason) -> int:
+    return _WORST.index(outcome_of(reason))

@@ -26,7 +26,8 @@ class Router:
         self._rows = [0] * config.cells
         # (tokens, cell) by the least; an entry that is not the current count is dead.
         self._least = [(0, cell) for cell in range(config.cells)]
-        self._ends: list[tuple[float, int, int]] = []  # (estimated end, cell, tokens)
+        # (estimated end, cell, tokens, answers)
+        self._ends: list[tuple[float, int, int, int]] = []
         size = config.groups // config.cells
         self._down = [(f.at_s, f.at_s + f.down_s, f.group // size) for f in config.faults]
 
@@ -34,16 +35,17 @@ class Router:
         """The cell for ``spec``; calls come in the order of arrival."""
         now = spec.arrival_s
         while self._ends and self._ends[0][0] <= now:
-            _, cell, tokens = heapq.heappop(self._ends)
-            self._add(cell, -tokens, -1)
+            _, cell, tokens, answers = heapq.heappop(self._ends)
+            self._add(cell, -tokens, -answers)
         down = {cell for start, end, cell in self._down if start <= now < end}
         home = self._homes.get(spec.conversation) if spec.conversation >= 0 else None
         cell = home if home is not None and home not in down else self._fewest(down)
         if spec.conversation >= 0:
             self._homes[spec.conversation] = cell
-        tokens = spec.prompt_len + spec.output
-        self._add(cell, tokens, 1)
-        heapq.heappush(self._ends, (now + self._stay_s(spec, self._rows[cell]), cell, tokens))
+        tokens = spec.prompt_len + spec.choices * spec.output
+        self._add(cell, tokens, spec.choices)
+        end = now + self._stay_s(spec, self._rows[cell], self._outstanding[cell])
+        heapq.heappush(self._ends, (end, cell, tokens, spec.choices))
         return cell
 
     def _add(self, cell: int, tokens: int, rows: int) -> None:
@@ -67,17 +69,22 @@ class Router:
             heapq.heappush(self._least, entry)
         return cell
 
-    def _stay_s(self, spec: Spec, rows: int) -> float:
-        cost = self._config.cost
+    def _stay_s(self, spec: Spec, rows: int, outstanding: int) -> float:
+        """Seconds from its arrival to its end, in a cell with so many rows and tokens."""
+        cost, prompt = self._config.cost, spec.prompt_len
         rows = min(rows, cost.max_running)
-        steps = -(-spec.prompt_len // cost.max_batch_tokens)
-        prefill = cost.step_s(0, min(spec.prompt_len, cost.max_batch_tokens)) * steps
-        token_s = cost.step_s(rows, 0)
+        context = min(outstanding, cost.blocks * cost.block_size)
+        chunk = min(prompt, cost.max_batch_tokens)
+        steps = -(-prompt // chunk)
+        pairs = prompt * (prompt - chunk) // 2  # of all chunks
+        prefill = cost.step_s(0, chunk) * steps + cost.prefill_pair_s * pairs
+        token_s = cost.step_s(rows, 0, context)
         stay = prefill + token_s * spec.output
         if spec.cancel_after_s is not None:
             stay = min(stay, spec.cancel_after_s)
         if spec.cancel_after_tokens is not None:
-            stay = min(stay, prefill + token_s * spec.cancel_after_tokens)
+            tokens = spec.cancel_after_tokens / spec.choices
+            stay = min(stay, prefill + token_s * tokens)
         return stay
 
 

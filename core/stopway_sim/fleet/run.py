@@ -14,6 +14,7 @@ from stopway_sim.failure import require
 from stopway_sim.fleet.cell import Cell
 from stopway_sim.fleet.config import FleetConfig
 from stopway_sim.fleet.errors import FleetError
+from stopway_sim.fleet.limits import COUNT_MAX
 from stopway_sim.fleet.report import Report
 from stopway_sim.fleet.routing import route
 from stopway_sim.fleet.tally import Tally
@@ -39,6 +40,7 @@ def simulate(
     """
     if not 0 <= seed < 1 << 30:
         raise FleetError(f"the seed is {seed}; give 0 to {(1 << 30) - 1}")
+    _check_split(config, workload, trace)
     closed = trace is None and workload.clients > 0
     if closed:
         parts: list[list[Spec]] = [[] for _ in range(config.cells)]
@@ -46,6 +48,8 @@ def simulate(
     else:
         drawer = Drawer(workload, seed, config.cost.max_model_len)
         specs = open_loop(drawer) if trace is None else trace
+        if len(specs) > COUNT_MAX:
+            raise FleetError(f"a trace of {len(specs)} requests; give at most {COUNT_MAX}")
         parts = route(config, specs)
         total = len(specs)
         workload = replace(workload, clients=0)
@@ -89,6 +93,12 @@ def run_cell(
 ) -> Tally:
     """One cell from its start to its rest."""
     return Cell(index, config, workload, seed).run(specs)
+
+
+def _check_split(config: FleetConfig, workload: Workload, trace: Sequence[Spec] | None) -> None:
+    one = workload.one_choice if trace is None else all(spec.choices == 1 for spec in trace)
+    if config.split and not one:
+        raise FleetError("a transfer from prefill to decode is of one choice; give 1 a request")
 
 
 def _check(tally: Tally, total: int) -> None:

@@ -7,19 +7,22 @@ import math
 from collections.abc import Iterable, Iterator
 
 from stopway_sim.fleet.errors import FleetError
-from stopway_sim.fleet.limits import COUNT_MAX, is_duration
+from stopway_sim.fleet.limits import CHOICES_MAX, COUNT_MAX, PRIORITY_MAX, is_duration
 from stopway_sim.fleet.workload import Spec
 
 REQUIRED = ("arrival", "prompt", "output")
-OPTIONAL = ("cancel",)
+OPTIONAL = ("cancel", "priority", "choices")
 
 
 def read_trace(lines: Iterable[str], name: str, limit: int) -> list[Spec]:
     """The requests of a CSV with a header, by arrival.
 
     Columns: ``arrival`` (s), ``prompt`` and ``output`` (tokens), and optionally ``cancel`` (s, the
-    clock of ``arrival``; empty: never): the client calls cancel then. ``limit`` is the model's
-    context. Raises ``FleetError`` that names the line (the header is line 1) and the column.
+    clock of ``arrival``; empty: never): the client calls cancel then; ``priority`` (empty: 0; a
+    smaller one goes first); and ``choices`` (empty: 1), each of ``output`` tokens. ``limit`` is the
+    model's context.
+
+    Raises ``FleetError`` that names the line (the header is line 1) and the column.
     """
     rows = _rows(lines, name)
     _, header = next(rows, (1, []))
@@ -55,8 +58,8 @@ def _check_header(name: str, columns: list[str]) -> None:
     if missing or unknown or len(set(columns)) != len(columns):
         what = f"no column {missing[0]!r}" if missing else f"column {(unknown or columns)[-1]!r}"
         raise FleetError(
-            f"{name}, line 1: {what}; the header is arrival,prompt,output or "
-            "arrival,prompt,output,cancel, in any order"
+            f"{name}, line 1: {what}; the header is {','.join(REQUIRED)} and, where there are "
+            f"any, {','.join(OPTIONAL)}, in any order"
         )
 
 
@@ -74,7 +77,15 @@ def _spec(where: str, cells: dict[str, str], number: int, limit: int) -> Spec:
         if cancel < arrival:
             raise FleetError(f"{where}, column 'cancel': {cancel:g} s is before its arrival")
         after = cancel - arrival
-    return Spec(number, arrival, own=prompt, output=output, cancel_after_s=after)
+    return Spec(
+        number,
+        arrival,
+        own=prompt,
+        output=output,
+        cancel_after_s=after,
+        priority=_priority(where, cells.get("priority", "")),
+        choices=_choices(where, cells.get("choices", "")),
+    )
 
 
 def _seconds(where: str, column: str, text: str) -> float:
@@ -94,3 +105,21 @@ def _tokens(where: str, column: str, text: str) -> int:
             f"{where}, column {column!r}: {text!r} is no count; give a whole number from 1"
         )
     return int(text)
+
+
+def _priority(where: str, text: str) -> int:
+    digits = text.removeprefix("-")
+    good = digits.isascii() and digits.isdigit() and len(digits) <= len(str(PRIORITY_MAX))
+    if text and not (good and int(digits) <= PRIORITY_MAX):
+        raise FleetError(
+            f"{where}, column 'priority': {text!r} is none; give a whole number from "
+            f"-{PRIORITY_MAX} to {PRIORITY_MAX}"
+        )
+    return int(text) if text else 0
+
+
+def _choices(where: str, text: str) -> int:
+    choices = _tokens(where, "choices", text) if text else 1
+    if choices > CHOICES_MAX:
+        raise FleetError(f"{where}, column 'choices': {choices}; give 1 to {CHOICES_MAX}")
+    return choices

@@ -78,7 +78,6 @@ class Transfers:
         """A stop found the request in neither group but between them."""
         gone = request.spec.disconnect
         reason = Reason.CLIENT_DISCONNECT if gone else Reason.CLIENT_CANCEL
-        request.output = request.first_leg
         self._cell.finish(request, reason)
 
     def lost(self) -> None:

@@ -8,9 +8,16 @@ from random import Random
 
 from stopway_core.types import Deadlines
 from stopway_sim.fleet.errors import FleetError
-from stopway_sim.fleet.limits import COUNT_MAX, SECONDS_MAX, is_duration
+from stopway_sim.fleet.limits import (
+    CHOICES_MAX,
+    COUNT_MAX,
+    PRIORITY_MAX,
+    SECONDS_MAX,
+    is_duration,
+)
 
 SIGMA_MAX = 10.0  # its tail is far beyond any context, and far from a float's end
+_INDEX_BITS = 6  # of a choice, below CHOICES_MAX
 _DRAW, _TEXT, _PREFIX, _ARRIVAL, _PART = range(1, 6)
 
 
@@ -21,7 +28,7 @@ def stream(seed: int, kind: int, ident: int = 0) -> Random:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of token counts: how ``--prompt`` and ``--output`` are written.
+    """A distribution of counts: how ``--prompt``, ``--output`` and ``--choices`` are written.
 
     ``lognormal:MEDIAN:SIGMA``, ``uniform:LOW:HIGH`` (both included), ``constant:N``, or
     ``values:A,B,C`` (each as likely).
@@ -43,18 +50,18 @@ class Lengths:
         good = count >= 0 and values and len(values) == (count or len(values))
         if not good or not all(0 <= v <= COUNT_MAX for v in values):
             raise FleetError(
-                f"{text!r} is no distribution of lengths; write lognormal:MEDIAN:SIGMA, "
+                f"{text!r} is no distribution of counts; write lognormal:MEDIAN:SIGMA, "
                 f"uniform:LOW:HIGH, constant:N or values:A,B,C, in numbers to {COUNT_MAX}"
             )
         if kind == "lognormal" and values[1] > SIGMA_MAX:
             raise FleetError(f"{text!r}: SIGMA is 0 to {SIGMA_MAX:g}")
         lengths = values[:1] if kind == "lognormal" else values
         if min(lengths) < 1 or (kind == "uniform" and values[0] > values[1]):
-            raise FleetError(f"{text!r}: lengths are 1 or more, and LOW at most HIGH")
+            raise FleetError(f"{text!r}: counts are 1 or more, and LOW at most HIGH")
         return cls(kind, values)
 
     def draw(self, random: Random, limit: int) -> int:
-        """A length from 1 to ``limit``."""
+        """A count from 1 to ``limit``."""
         values = self.values
         if self.kind == "lognormal":
             value = random.lognormvariate(math.log(values[0]), values[1])
@@ -98,7 +105,11 @@ class Workload:
     asks, waits for the end, thinks ``think_s`` and asks again; client c is bound to cell
     c modulo cells. A ``shared`` share begins with one of ``prefixes`` common texts of
     ``prefix_tokens``. A ``follow_ups`` share continues a conversation: its prompt is the earlier
-    prompt, the whole answer that it was to get, and new text.
+    prompt, the whole (first) answer that it was to get, and new text.
+
+    ``priorities`` are (priority, share); what is left of all has priority 0, a smaller one goes
+    first, and a follow-up has that of its conversation. ``choices`` answers are asked for with
+    each request, all of the same length.
     """
 
     requests: int = 1000
@@ -114,10 +125,12 @@ class Workload:
     cancels: Cancels = field(default_factory=Cancels)
     storms: tuple[Storm, ...] = ()
     deadlines: Deadlines = field(default_factory=Deadlines)
+    priorities: tuple[tuple[int, float], ...] = ()
+    choices: Lengths = field(default_factory=lambda: Lengths("constant", (1,)))
 
     def __post_init__(self) -> None:
-        if self.requests < 1:
-            raise FleetError(f"{self.requests} requests; give at least 1")
+        if not 1 <= self.requests <= COUNT_MAX:
+            raise FleetError(f"{self.requests} requests; give at least 1, at most {COUNT_MAX}")
         if self.clients < 0 or not is_duration(self.think_s):
             raise FleetError(f"clients are 0 or more, and think 0 to {SECONDS_MAX:g} s")
         if not self.clients and not 1 / SECONDS_MAX <= self.rate < math.inf:
@@ -129,6 +142,7 @@ class Workload:
             "cancelled requests": cancels.share,
             "disconnects": cancels.disconnects,
             **{f"a storm at {storm.at_s:g} s": storm.share for storm in self.storms},
+            **{f"priority {priority}": share for priority, share in self.priorities},
         }
         for name, share in shares.items():
             if not 0 <= share <= 1:
@@ -144,11 +158,35 @@ class Workload:
                 raise FleetError(f"deadlines are 0 seconds or more, not {seconds}")
         if self.shared and (self.prefixes < 1 or self.prefix_tokens < 1):
             raise FleetError("shared prefixes need at least 1 prefix of at least 1 token")
+        self._check_priorities()
+        if self.choices.kind != "lognormal" and max(self.choices.values) > CHOICES_MAX:
+            raise FleetError(f"a request has 1 to {CHOICES_MAX} choices")
+
+    @property
+    def one_choice(self) -> bool:
+        """Whether every request asks for one answer."""
+        return self.choices.kind != "lognormal" and max(self.choices.values) <= 1
+
+    def _check_priorities(self) -> None:
+        found = [priority for priority, _ in self.priorities]
+        for priority in found:
+            if abs(priority) > PRIORITY_MAX:
+                raise FleetError(
+                    f"priority {priority}: give a whole number from -{PRIORITY_MAX} to "
+                    f"{PRIORITY_MAX}"
+                )
+        if len(set(found)) < len(found):
+            raise FleetError("a priority is given twice; give each with one share")
+        if math.fsum(share for _, share in self.priorities) > 1 + 1e-9:
+            raise FleetError("the shares of priorities are more than 1 together")
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One request as its client means it. Times in seconds from the start of the run."""
+    """One request as its client means it. Times in seconds from the start of the run.
+
+    ``output`` is of each of its ``choices``; ``cancel_after_tokens`` are of all together.
+    """
 
     number: int
     arrival_s: float
@@ -161,6 +199,8 @@ class Spec:
     cancel_after_s: float | None = None
     cancel_after_tokens: int | None = None
     disconnect: bool = False
+    priority: int = 0
+    choices: int = 1
     client: int = -1  # of a closed loop
 
     @property
@@ -201,6 +241,9 @@ class Drawer:
                 conversation = earlier.conversation
         own = min(own, max(1, room - output)) if not history else own
         after_s, after_tokens = self._cancel(random)
+        disconnect = random.random() < work.cancels.disconnects
+        # Drawn last: with other priorities or choices, all else of a workload is the same.
+        priority, choices = self._priority(random.random()), work.choices.draw(random, CHOICES_MAX)
         return Spec(
             number=number,
             arrival_s=arrival_s,
@@ -212,7 +255,9 @@ class Drawer:
             conversation=conversation,
             cancel_after_s=after_s,
             cancel_after_tokens=after_tokens,
-            disconnect=random.random() < work.cancels.disconnects,
+            disconnect=disconnect,
+            priority=earlier.priority if earlier is not None and history else priority,
+            choices=choices,
             client=client,
         )
 
@@ -220,6 +265,14 @@ class Drawer:
         """None, or for a follow-up a number from 0 to 1 that chooses the conversation."""
         random = stream(self.seed, _PART, number)
         return random.random() if random.random() < self.workload.follow_ups else None
+
+    def _priority(self, drawn: float) -> int:
+        """Whose share ``drawn`` (0 to 1) is in."""
+        for priority, share in self.workload.priorities:
+            drawn -= share
+            if drawn < 0:
+                return priority
+        return 0
 
     def _cancel(self, random: Random) -> tuple[float | None, int | None]:
         cancels = self.workload.cancels
@@ -266,8 +319,11 @@ class Texts:
         self._prefixes: dict[int, bytes] = {}
 
     def request_seed(self, number: int) -> int:
-        """The seed of a request's sampling parameters: unique, and says its number."""
-        return ((self.seed & 0x3FFF_FFFF) << 32) | number
+        """The seed of a request's sampling parameters: unique, and says its number.
+
+        The planner adds the index of each choice, of which this leaves room for ``CHOICES_MAX``.
+        """
+        return ((self.seed & 0x3FFF_FFFF) << 32) | (number << _INDEX_BITS)
 
     def prompt(self, spec: Spec) -> tuple[int, ...]:
         """All the tokens of a prompt."""
@@ -292,9 +348,9 @@ class Texts:
         return found[: spec.prefix_tokens]
 
 
-def number_of(request_seed: int) -> int:
-    """The number of the request that has this sampling seed."""
-    return request_seed & 0xFFFF_FFFF
+def choice_of(request_seed: int) -> tuple[int, int]:
+    """(number of the request, index of the choice) that has this sampling seed."""
+    return (request_seed & 0xFFFF_FFFF) >> _INDEX_BITS, request_seed & (1 << _INDEX_BITS) - 1
 
 
 def token_at(request_seed: int, position: int) -> int:

@@ -6,7 +6,6 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from stopway_core import names
@@ -33,6 +32,7 @@ from stopway_engine.config import PodConfig
 from stopway_engine.control import front_link
 from stopway_engine.control.follower import result_of
 from stopway_engine.control.loop import ControlLoop, EpochEnded
+from stopway_engine.control.shape import StepShape
 from stopway_engine.exec_thread import Done, ExecThread
 from stopway_engine.grammar.compiler import GrammarCompiler
 from stopway_engine.link import Link, LinkClosed
@@ -42,15 +42,6 @@ FRONT_RETRY_S = 0.2
 STEP_TIMES_MAX = 1024
 OVERLAP = 2  # steps in flight of one stage: the next is ready when one ends
 GOODBYE_S = 2.0
-
-
-@dataclass(slots=True)
-class _Shape:
-    """What a step computes: rows that decode, tokens of prompts, and for whom."""
-
-    decode: int
-    prefill: int
-    rids: set[int]  # membership only
 
 
 class Leader(ControlLoop):
@@ -109,9 +100,9 @@ class Leader(ControlLoop):
         self._gateways: set[str] = set()  # membership only
         self._events: list[Event] = []
         self._launched: dict[int, float] = {}
-        self._shapes: dict[int, _Shape] = {}  # of the steps in flight
-        # Of the latest steps, to calibrate a simulation with: (rows, tokens, seconds here).
-        self.step_times: deque[tuple[int, int, float]] = deque(maxlen=STEP_TIMES_MAX)
+        self._shapes: dict[int, StepShape] = {}  # of the steps in flight
+        # Of the latest steps, to calibrate a simulation with.
+        self.step_times: deque[tuple[int, int, int, int, float]] = deque(maxlen=STEP_TIMES_MAX)
         self._executed_at = 0.0
         self._load: dict[str, int] = {}
         self._mode = Mode.RUNNING  # as the front was last told
@@ -171,7 +162,7 @@ class Leader(ControlLoop):
         self._executed_at = done.at
         shape = self._shapes.pop(done.step, None)
         if shape is not None:
-            self.step_times.append((shape.decode, shape.prefill, done.seconds))
+            self.step_times.append(shape.timed(done.seconds))
         self.book.progress(0, self.replica.turn, done.at, done.step, done.at)
         if done.result is not None:
             self._events.append(Completed(done.result))
@@ -288,11 +279,9 @@ class Leader(ControlLoop):
         for step, shape in list(self._shapes.items()):
             if not shape.rids.isdisjoint(turn.ends):  # rows may leave: it may be cut short
                 del self._shapes[step]
-        if turn.launch is not None:
-            prefill = sum(turn.launch.counts)
+        if turn.launch is not None and planned.work is not None:
             self._launched[turn.launch.step] = time.monotonic()
-            rids = {*turn.launch.decode, *turn.launch.prefill}
-            self._shapes[turn.launch.step] = _Shape(turn.launch.tokens - prefill, prefill, rids)
+            self._shapes[turn.launch.step] = StepShape.of(turn.launch, planned.work)
         self.run_turn(turn, planned.work)
         now = time.time()
         if planned.stops:

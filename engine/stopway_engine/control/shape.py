@@ -1,0 +1,35 @@
+"""What a step computes, in the sums that a simulation's cost model is calibrated with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stopway_core.turn import Launch
+from stopway_core.types import StepWork
+
+
+@dataclass(slots=True)
+class StepShape:
+    """A step's size, and whom it is for."""
+
+    decode: int  # rows that decode, drafts included
+    prefill: int  # tokens of prompts
+    context: int  # tokens before the rows that decode, of all of them together
+    pairs: int  # of a prompt's tokens and those before their chunk, in products
+    rids: set[int]  # membership only
+
+    @classmethod
+    def of(cls, launch: Launch, work: StepWork) -> StepShape:
+        """Read a step that is being launched: one pass over its rows, not over their contexts."""
+        decoding, prefill = len(launch.decode), sum(launch.counts)
+        return cls(
+            decode=launch.tokens - prefill,
+            prefill=prefill,
+            context=sum([row.start for row in work.rows[:decoding]]),
+            pairs=sum([row.start * len(row.tokens) for row in work.rows[decoding:]]),
+            rids={*launch.decode, *launch.prefill},
+        )
+
+    def timed(self, seconds: float) -> tuple[int, int, int, int, float]:
+        """An entry of ``step_times``: (decode, prefill, context, pairs, seconds)."""
+        return self.decode, self.prefill, self.context, self.pairs, seconds

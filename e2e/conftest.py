@@ -34,6 +34,8 @@ def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
+    if report.failed:
+        item.stash[evidence.FAILED] = True
     spaces = [v for v in getattr(item, "funcargs", {}).values() if isinstance(v, stack.Namespace)]
     for space in spaces if report.failed and report.when != "teardown" else ():
         kept = evidence.keep(space.kubectl, item.nodeid)

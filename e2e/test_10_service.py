@@ -12,8 +12,8 @@ import pytest
 from support.jaeger import Jaeger, Trace
 from support.kubectl import KubectlError, name_of
 from support.operator import Operator
-from support.progress import wait_for
-from support.service import Service, apply_service, left_of, spec
+from support.progress import stays, wait_for
+from support.service import READY_S, Service, apply_service, left_of, shared_service, spec
 from support.stack import Cluster, Namespace, new_namespace
 
 PHASES = ("stop.notice", "stop.in_flight", "stop.reclaim", "stop.handoff")
@@ -25,15 +25,15 @@ def space(cluster: Cluster, operator: Operator) -> Iterator[Namespace]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def service(space: Namespace, jaeger: Jaeger) -> Service:
-    found = apply_service(space, "chat", tracing={"otlpEndpoint": jaeger.otlp_endpoint})
-    found.wait_ready()
-    return found
+@pytest.fixture
+def service(space: Namespace, jaeger: Jaeger, request: pytest.FixtureRequest) -> Iterator[Service]:
+    tracing = {"otlpEndpoint": jaeger.otlp_endpoint}
+    with shared_service(space, "chat", request.node, tracing=tracing) as found:
+        yield found
 
 
 def test_apply_makes_it_ready_and_it_answers(service: Service) -> None:
-    assert "Paris" in service.capital()
+    wait_for("it answers", service.answers, 60)
     status = service.status
     assert status["replicas"] == status["readyReplicas"] == 1
     assert status["model"] == "smollm2-135m-instruct" and service.gateway in status["url"]
@@ -87,7 +87,7 @@ def test_a_disconnect_frees_all(service: Service) -> None:
     wait_for(
         "the disconnect is reclaimed",
         lambda: (receipt() or {}).get("status") == "reclaimed",
-        15,
+        30,
     )
     service.assert_idle()
 
@@ -104,7 +104,13 @@ def test_case_o04_idle_reconciles_write_nothing(
             "{.metadata.resourceVersion}{'\\n'}{end}",
         )  # fmt: skip
 
-    before = versions()
+    def settled() -> str:
+        """The versions, when nothing has changed for a while."""
+        seen = versions()
+        stays("nothing is written", lambda: versions() == seen, 5, every=1.0)
+        return seen
+
+    before = wait_for("what the tests before have begun is over", settled, 60)
     operator.set_env("STOPWAY_OPERATOR_RESYNC_S=1")
     try:
         wait_for("twenty reconciles", lambda: operator.metric("reconciles_total") >= 20, 90)
@@ -121,7 +127,7 @@ def test_a_killed_operator_resumes(service: Service, operator: Operator) -> None
         time.sleep(0.5)  # some moment, not a condition: it may be killed at any
         operator.kill()
         operator.wait()
-    wait_for("two groups are ready", lambda: len(service.epochs()) == 2, 150, every=1.0)
+    wait_for("two groups are ready", lambda: len(service.epochs()) == 2, READY_S, every=1.0)
     service.wait_ready()
     service.kubectl("scale", "sinf/chat", "--replicas=1")
     wait_for("one group is left", lambda: len(service.engine_pods()) == 2, 90, every=1.0)
@@ -141,8 +147,11 @@ def test_a_killed_operator_resumes(service: Service, operator: Operator) -> None
 def test_a_bad_spec_is_refused_by_the_api_server(
     space: Namespace, operator: Operator, changes: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(KubectlError, match=words):
-        apply_service(space, "bad", **changes)
+    try:
+        with pytest.raises(KubectlError, match=words):
+            apply_service(space, "bad", **changes)
+    finally:
+        space.kubectl.delete("inferenceservice", "bad")
 
 
 def test_a_spec_that_cannot_work_gets_a_condition_that_says_why(
@@ -187,11 +196,11 @@ def test_deletion_in_any_state_leaves_nothing(
 def test_case_o07_the_namespace_goes_with_the_operator_away(
     cluster: Cluster, operator: Operator
 ) -> None:
-    with new_namespace(cluster, "orphan") as orphan:
-        made = apply_service(orphan, "orphan")
-        wait_for("its pods are there", lambda: len(made.engine_pods()) == 2, 60)
-        operator.scale(0)
     try:
+        with new_namespace(cluster, "orphan") as orphan:
+            made = apply_service(orphan, "orphan")
+            wait_for("its pods are there", lambda: len(made.engine_pods()) == 2, 60)
+            operator.scale(0)
         assert cluster.kubectl.find("namespace", orphan.name) is None
     finally:
         operator.scale(1)

@@ -10,7 +10,7 @@ from support.faults import Faults
 from support.kubectl import name_of, node_of
 from support.operator import Operator
 from support.progress import wait_for
-from support.service import Service, apply_service
+from support.service import Service, shared_service
 from support.stack import Cluster, Namespace, new_namespace
 
 BACK_S = 150
@@ -22,16 +22,10 @@ def space(cluster: Cluster, operator: Operator) -> Iterator[Namespace]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def chat(space: Namespace) -> Service:
-    return apply_service(space, "chat")
-
-
 @pytest.fixture
-def service(chat: Service) -> Service:
-    """The service of all these tests, Ready: none starts in what a failed one left."""
-    chat.wait_ready()
-    return chat
+def service(space: Namespace, request: pytest.FixtureRequest) -> Iterator[Service]:
+    with shared_service(space, "chat", request.node) as found:
+        yield found
 
 
 def lose(service: Service, fault: Callable[[], object], *, reasons: tuple[str, ...]) -> None:

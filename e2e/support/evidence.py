@@ -5,11 +5,13 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from cluster.paths import CACHE
 
 from support.kubectl import Kubectl, KubectlError, name_of
 
 FAILURES = CACHE / "failures"
+FAILED = pytest.StashKey[bool]()  # of a test: so that its fixtures leave nothing of it to others
 
 _QUESTIONS = {
     "nodes.txt": ("get", "nodes", "-o", "wide"),

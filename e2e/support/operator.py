@@ -43,7 +43,7 @@ class Operator:
         self._kubectl = self._system.kubectl
 
     def wait(self) -> None:
-        wait_for("the operator is ready", lambda: [p for p in self.pods() if is_ready(p)], 90)
+        wait_for("the operator is ready", lambda: [p for p in self.pods() if is_ready(p)], 150)
 
     def pods(self) -> list[Object]:
         return list(self._kubectl.pods("app.kubernetes.io/name=stopway-operator"))
@@ -61,7 +61,7 @@ class Operator:
     def set_env(self, setting: str) -> None:
         """``NAME=value``, or ``NAME-`` to take it away; returns when the new process serves."""
         self._kubectl("set", "env", "deployment/stopway-operator", setting)
-        self._kubectl("rollout", "status", "deployment/stopway-operator", "--timeout=90s")
+        self._kubectl("rollout", "status", "deployment/stopway-operator", "--timeout=110s")
 
     def metric(self, name: str) -> float:
         """One of its own counters; they begin with the process."""
@@ -79,16 +79,16 @@ class Operator:
 def installed_operator(cluster: Cluster) -> Iterator[Operator]:
     """The operator, from the manifests; it goes at the end, and so do CRD and namespace."""
     manifests = operator_manifests(cluster)
-    cluster.kubectl.apply(manifests)
-    cluster.kubectl(
-        "wait",
-        "--for=condition=Established",
-        "crd/inferenceservices.serving.stopway.dev",
-        "--timeout=30s",
-    )
     operator = Operator(cluster)
-    operator.wait()
     try:
+        cluster.kubectl.apply(manifests)
+        cluster.kubectl(
+            "wait",
+            "--for=condition=Established",
+            "crd/inferenceservices.serving.stopway.dev",
+            "--timeout=60s",
+        )
+        operator.wait()
         yield operator
     finally:
         # The Deployment first: an operator without rights would only complain.
@@ -111,15 +111,16 @@ def installed_by_helm(cluster: Cluster) -> Iterator[Operator]:
     }
     settings = [f"--set-string={key}={value}" for key, value in values.items()]
     helm = cluster.kubectl.helm
-    helm(
-        "install", "stopway", str(REPO / "charts" / "stopway"), "--namespace", SYSTEM,
-        "--create-namespace", "--wait", "--timeout=120s", *settings,
-    )  # fmt: skip
     operator = Operator(cluster)
-    operator.wait()
     try:
+        helm(
+            "install", "stopway", str(REPO / "charts" / "stopway"), "--namespace", SYSTEM,
+            "--create-namespace", "--wait", "--timeout=150s", *settings,
+        )  # fmt: skip
+        operator.wait()
         yield operator
     finally:
-        helm("uninstall", "stopway", "--namespace", SYSTEM, "--wait", "--timeout=60s")
+        gone = ("--ignore-not-found", "--wait", "--timeout=120s")
+        helm("uninstall", "stopway", "--namespace", SYSTEM, *gone)
         cluster.kubectl.delete("crd", "inferenceservices.serving.stopway.dev")
         cluster.kubectl.delete("namespace", SYSTEM)

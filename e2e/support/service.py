@@ -4,11 +4,15 @@ import base64
 import json
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import pytest
 
+from support.evidence import FAILED
 from support.kubectl import Object, name_of, node_of
 from support.progress import say, wait_for
 from support.stack import Namespace
@@ -291,6 +295,29 @@ def apply_service(namespace: Namespace, name: str, **changes: Any) -> Service:
         }
     )
     return Service(namespace, name)
+
+
+_spoiled: set[tuple[str, str]] = set()  # namespace and name of services that tests failed on
+
+
+@contextmanager
+def shared_service(
+    namespace: Namespace, name: str, test: pytest.Item, **changes: Any
+) -> Iterator[Service]:
+    """A service of several tests, Ready. One that a test has failed on is made anew for the next.
+
+    Applied for each of them: that changes nothing where it is there.
+    """
+    key = (namespace.name, name)
+    if key in _spoiled:
+        namespace.kubectl.delete("inferenceservice", name)
+        wait_for(f"nothing is left of {name}", lambda: left_of(namespace) == [], 120, every=1.0)
+    _spoiled.add(key)
+    found = apply_service(namespace, name, **changes)
+    found.wait_ready()
+    yield found
+    if not test.stash.get(FAILED, False):
+        _spoiled.discard(key)
 
 
 def left_of(namespace: Namespace) -> list[str]:

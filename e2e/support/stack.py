@@ -188,7 +188,7 @@ def new_namespace(found: Cluster, stem: str) -> Iterator[Namespace]:
         raise AssertionError(problem)
 
 
-def delete_namespace(found: Cluster, name: str, seconds: float = 60) -> str | None:
+def delete_namespace(found: Cluster, name: str, seconds: float = 100) -> str | None:
     """Deletes it within a bound, by force if it must; what was in the way, or None."""
     kubectl = found.kubectl
     kubectl.delete("namespace", name, "--wait=false")

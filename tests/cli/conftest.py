@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import textwrap
@@ -115,6 +116,7 @@ class FakeGateway:
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     stops: dict[str, dict[str, Any]] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)  # uid -> stop id
+    numbers: Iterator[int] = field(default_factory=itertools.count)
     held: int = 0
     refuse_extras: bool = False
     modes: dict[str, str] = field(default_factory=lambda: {"g0": "running", "g1": "running"})
@@ -128,7 +130,7 @@ class FakeGateway:
         body = await request.json()
         if self.refuse_extras and "ignore_eos" in body:
             return self.error(400, "unknown field ignore_eos")
-        uid = f"req-{len(self.running) + len(self.ended):x}-fake-0"
+        uid = f"req-{next(self.numbers):x}-fake-0"
         self.running[uid] = asyncio.Event()
         return StreamingResponse(self._stream(uid, body, request), media_type="text/event-stream")
 

@@ -136,7 +136,13 @@ async def test_the_demo_fails_when_a_rank_says_nothing(
 async def test_the_demo_fails_when_a_block_stays_held(
     gateway: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "_WAIT_S", 0.3)
+    balance = demo.Demo._balance
+
+    async def hasty(played: demo.Demo) -> None:
+        monkeypatch.setattr(demo, "_WAIT_S", 0.3)
+        await balance(played)
+
+    monkeypatch.setattr(demo.Demo, "_balance", hasty)
     gateway.held = 3
     played = acts(gateway)
     async with played.api:

@@ -45,7 +45,7 @@ def redis(monkeypatch: pytest.MonkeyPatch) -> FakeRedis:
 
 
 async def until(redis: FakeRedis, condition: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             redis.changed.clear()
             await redis.changed.wait()

@@ -58,7 +58,7 @@ def compiler(codec, grammars):
 def take(compiler: GrammarCompiler, count: int) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     while len(found) < count:
-        assert select.select([compiler], [], [], 20)[0], "nothing was compiled"
+        assert select.select([compiler], [], [], 60)[0], "nothing was compiled"
         found += compiler.take()
     return found
 

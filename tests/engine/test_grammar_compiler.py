@@ -28,7 +28,7 @@ def broken() -> GrammarCompiler:
     """Nobody has asked it for a grammar yet."""
     compiler = GrammarCompiler(no_codec)
     compiler.start()
-    assert select.select([compiler], [], [], 20)[0], "it said nothing"
+    assert select.select([compiler], [], [], 60)[0], "it said nothing"
     return compiler
 
 

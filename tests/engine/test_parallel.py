@@ -2,13 +2,13 @@
 
 import itertools
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from stopway_cli.stack import ports
 from stopway_core.types import DROPPED
 from stopway_engine.modelspec import ModelError, ModelSpec, read_spec, resolve_model
 from stopway_engine.parallel import plan_shards
@@ -76,9 +76,12 @@ class Groups:
 
     def __init__(self, model: Path) -> None:
         self.model = model
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
         script = Path(__file__).with_name("rank_worker.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), str(model)],
+        return subprocess.Popen(
+            [sys.executable, str(script), str(self.model)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -86,9 +89,10 @@ class Groups:
 
     def run(self, tp: int, pp: int, numerics: str, steps: list, overlap: bool = False) -> list:
         """[tokens, logprobs] of each step, from the rank that samples; the others have none."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        if self.process.poll() is not None:  # a test before has lost it
+            self.process.communicate()
+            self.process = self._start()
+        port = ports.free_ports(1, "127.0.0.1")[0]
         job = {"model": str(self.model), "tp": tp, "pp": pp, "port": port}
         assert self.process.stdin is not None and self.process.stdout is not None
         print(
@@ -107,7 +111,10 @@ class Groups:
 def groups():
     groups = Groups(resolve_model("builtin:smollm2"))
     yield groups
-    groups.process.communicate(timeout=20)
+    try:
+        groups.process.communicate(timeout=60)
+    finally:
+        groups.process.kill()
 
 
 @pytest.fixture(scope="module")

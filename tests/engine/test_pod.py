@@ -40,7 +40,7 @@ async def test_large_notices_arrive_whole_and_in_order() -> None:
         rank.send({"number": number, "ids": ["x" * 120] * 1000})
     theirs.setblocking(False)
     decoder, got = Decoder(), []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while len(got) < 20:
             data = await asyncio.get_running_loop().sock_recv(theirs, 4096)
             got += [frame.body["number"] for frame in decoder.feed(data)]
@@ -135,7 +135,7 @@ def test_a_taken_probe_port_is_one_sentence_and_no_process() -> None:
             env=env,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
         )
     assert done.returncode == EXIT_CONFIG
     assert "choose another STOPWAY_HEALTH_PORT" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import pytest
 import redis
 from redis.exceptions import NoPermissionError
 
+from stopway_cli.stack import ports
 from stopway_core import names
 from stopway_operator.render.redis import users
 
@@ -35,20 +37,24 @@ def port(tmp_path: Path) -> Iterator[int]:
         pytest.skip("redis-server is older than 7, whose ACLs tell reading from writing")
     acl = tmp_path / "users.acl"
     acl.write_text(users(UID, "gateway-password", "engine-password"))
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        found = sock.getsockname()[1]
+    found = ports.free_ports(1, "127.0.0.1")[0]
     flags = ["--port", str(found), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
     command = [server, *flags, "--dir", str(tmp_path), "--aclfile", str(acl)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        end = time.monotonic() + 10
-        while time.monotonic() < end and process.poll() is None:
-            try:
-                socket.create_connection(("127.0.0.1", found), timeout=1).close()
-                break
-            except OSError:
+        try:
+            end = time.monotonic() + 30
+            while not _listens(found):
+                assert process.poll() is None and time.monotonic() < end, "it does not start"
                 time.sleep(0.05)
-        yield found
-        process.kill()
+            yield found
+        finally:
+            process.kill()
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
 
 
 def client(port: int, role: str) -> redis.Redis:

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from stopway_cli.stack.config import StackConfig
 from stopway_cli.stack.local import LocalStack
@@ -18,6 +19,8 @@ from stopway_telemetry import SpanRecord, load_spans
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = [{"role": "user", "content": "Tell a long story about a lighthouse."}]
+SOON_S = 30.0  # for what takes a moment, also on a machine that does much else
+FAILED = pytest.StashKey[bool]()
 
 
 @dataclass
@@ -133,22 +136,26 @@ class Api:
         return groups
 
     async def assert_idle(self) -> None:
-        """Nothing runs, waits or is held, and the books balance, within a bound."""
+        """Within a bound nothing runs, waits or is held. The books balance at every look."""
+        seen: list[Any] = []
 
         async def idle() -> bool:
-            now = await self.blocks()
-            if now["held"] or now["running"] or now["waiting"]:
-                return False
+            now, ledgers = await self.blocks(), await self.ledgers()
+            seen[:] = [now, *ledgers]
+            if not ledgers or any("blocks" not in ledger for ledger in ledgers):
+                return False  # a leader that cannot be asked now
+            for ledger in ledgers:
+                blocks = ledger["blocks"]
+                assert ledger["check"] == "ok", ledger
+                assert blocks["free"] + blocks["held"] + blocks["cached"] == blocks["total"], ledger
             # The last step of a request that has ended may still be in flight.
-            return not any(ledger["in_flight"] for ledger in await self.ledgers())
+            busy = ("holders", "requests", "in_flight", "running", "waiting")
+            held = any(ledger["blocks"]["held"] for ledger in ledgers)
+            if held or any(ledger[name] for ledger in ledgers for name in busy):
+                return False
+            return not (now["held"] or now["running"] or now["waiting"])
 
-        await until(idle, 10.0, "something is held")
-        for ledger in await self.ledgers():
-            blocks = ledger["blocks"]
-            assert ledger["check"] == "ok", ledger
-            assert blocks["held"] == 0 and not ledger["holders"], ledger
-            assert blocks["free"] + blocks["cached"] == blocks["total"], ledger
-            assert not ledger["requests"] and not ledger["in_flight"], ledger
+        await until(idle, SOON_S, lambda: f"nothing is held, but: {seen}")
 
     async def spans(self, trace_id: str, names: set[str], count: int) -> list[SpanRecord]:
         """The spans of a trace once ``count`` of those named have been exported."""
@@ -158,15 +165,19 @@ class Api:
             found[:] = load_spans(self.stack.spans_dir, trace_id)
             return sum(span.name in names for span in found) >= count
 
-        await until(there, 10.0, f"{count} spans of {names} in trace {trace_id}")
+        await until(there, SOON_S, f"{count} spans of {names} in trace {trace_id}")
         return found
 
 
-async def until(condition: Callable[[], Awaitable[bool]], bound_s: float, what: str) -> None:
+async def until(
+    condition: Callable[[], Awaitable[bool]], bound_s: float, what: str | Callable[[], str]
+) -> None:
     """Wait for ``condition``; fails with ``what`` after ``bound_s``."""
     end = asyncio.get_running_loop().time() + bound_s
     while not await condition():
-        assert asyncio.get_running_loop().time() < end, f"not within {bound_s} s: {what}"
+        if asyncio.get_running_loop().time() > end:
+            said = what if isinstance(what, str) else what()
+            raise AssertionError(f"not within {bound_s} s: {said}")
         await asyncio.sleep(0.02)
 
 
@@ -196,6 +207,50 @@ Running = Callable[..., Any]
 def stack_of() -> Running:
     """``async with stack_of(tensor=2) as api`` is a running stack and its client."""
     return running
+
+
+class Shared:
+    """The running stack of a module. One that a test has failed on is not used again."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._stack = AsyncExitStack()
+        self._api: Api | None = None
+
+    async def api(self) -> Api:
+        if self._api is None:
+            self._api = await self._stack.enter_async_context(running(**self._options))
+        return self._api
+
+    async def end(self) -> None:
+        self._api = None
+        await self._stack.aclose()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        item.stash[FAILED] = True
+    return report
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(request: pytest.FixtureRequest) -> AsyncIterator[Shared]:
+    """The stack with the options in the module's ``STACK``, from its first use on."""
+    made = Shared(request.module.STACK)
+    yield made
+    await made.end()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def api(shared: Shared, request: pytest.FixtureRequest) -> AsyncIterator[Api]:
+    """The module's stack. A test that fails takes it along, and no other test with it."""
+    yield await shared.api()
+    if request.node.stash.get(FAILED, False):
+        await shared.end()
 
 
 @pytest.fixture(scope="session")

@@ -208,10 +208,10 @@ class Hub:
             self._on_tokens(frame.arrays[0], frame.arrays[1], body.get("logprobs"))
         for ended in body.get("ended", ()):
             self._on_ended(ended)
+        if "load" in body:  # before the receipts: who waits for one may look at what is free
+            self._on_load(body["load"])
         for receipt in body.get("receipts", ()):
             self.stops.receipt(receipt)
-        if "load" in body:
-            self._on_load(body["load"])
         if "mode" in body:
             self.mode.leader_says(Mode(body["mode"]), first="hello" in body)
         if "draining" in body:

@@ -173,10 +173,16 @@ class Checks:
 
     async def _every_group_runs(self) -> None:
         """Whatever paused it, and whoever was killed meanwhile."""
-        for gateway in (0, 1):
-            _, body = await self._world.get(gateway, "/v1/groups")
-            if [group["mode"] for group in body["groups"]] != ["running"]:
-                self._journal.wrong(f"gateway {gateway} says of its group, resumed: {body}")
+        last: dict[str, Any] = {}
+
+        async def runs(gateway: int) -> bool:
+            nonlocal last
+            _, last = await self._world.get(gateway, "/v1/groups")
+            return [group["mode"] for group in last["groups"]] == ["running"]
+
+        for gateway in (0, 1):  # the leader tells each of them
+            if not await until(lambda gateway=gateway: runs(gateway), IDLE_S):
+                self._journal.wrong(f"gateway {gateway} says of its group, resumed: {last}")
 
     async def _nothing_is_held(self) -> None:
         last: dict[str, Any] = {}

@@ -92,7 +92,7 @@ class Journal:
     counts: Counter[str] = field(default_factory=Counter)
     began: float = field(default_factory=time.monotonic)
     first_fault: float = 0.0
-    recovered: float = 0.0  # both gateways could serve again
+    recovered: float = 0.0  # both gateways served again
 
     def wrong(self, what: str) -> None:
         """Note that something is not as promised."""

@@ -29,6 +29,7 @@ KEEP_MAX = 200
 LATE_S = 8.0
 EARLY_S = 6.0
 CONFIRM_S = 3.0  # for a leader to say that a mode is so
+PEACE_S = 30.0  # for one that must say so
 RESUMED_S = 120.0  # a loaded machine takes long to load a model
 HELD = "early stops that held"
 
@@ -74,12 +75,15 @@ class Signals:
         """When all has healed, each mode is taken at once, and a stop before its request holds."""
         for mode in MODES:
             before = self._journal.counts[f"mode {mode}"]
-            await self._mode(replace(self._world.plan.signal(0, 0), mode=mode, paused_s=0.2))
+            signal = replace(self._world.plan.signal(0, 0), mode=mode, paused_s=0.2)
+            await self._mode(signal, confirm_s=PEACE_S)
             if self._journal.counts[f"mode {mode}"] == before:
                 self._journal.wrong(f"the group was not paused in peace: {mode}")
         for skew_s in (-1.0, 1.0):
             before = self._journal.counts[HELD]
-            await self._early(replace(self._world.plan.signal(0, 0), skew_s=skew_s))
+            await self._early(
+                replace(self._world.plan.signal(0, 0), skew_s=skew_s), bound_s=PEACE_S
+            )
             if self._journal.counts[HELD] == before:
                 self._journal.wrong(f"a stop before its request, {skew_s:+g} s off, did not hold")
 
@@ -108,14 +112,14 @@ class Signals:
 
     # --- modes -------------------------------------------------------------------------------
 
-    async def _mode(self, signal: Signal) -> None:
+    async def _mode(self, signal: Signal, confirm_s: float = CONFIRM_S) -> None:
         """Pause the group, and resume it by the other gateway: it must not matter who paused it."""
         if self._world.life(signal.gateway) is None:
             return
         if signal.mode == "abort":
             self._tell_abort()
         status = await self._change(
-            signal.gateway, "pause", {"mode": signal.mode, "timeout": CONFIRM_S}
+            signal.gateway, "pause", {"mode": signal.mode, "timeout": confirm_s}
         )
         if status == 200:
             self._journal.count(f"mode {signal.mode}")
@@ -204,7 +208,7 @@ class Signals:
 
     # --- before its request ------------------------------------------------------------------
 
-    async def _early(self, signal: Signal) -> None:
+    async def _early(self, signal: Signal, bound_s: float = EARLY_S) -> None:
         """As a gateway: a stop, twice, and its request when the leader knows of the stop."""
         gateway = f"early{secrets.token_hex(4)}"
         (front,) = self._world.stack.front_urls.values()
@@ -215,7 +219,7 @@ class Signals:
                 entry = {"stop": self._signed(stop), "again": "1"}
                 await client.xadd(self._world.stops_stream, entry)
         try:
-            async with asyncio.timeout(EARLY_S), self._session(front, gateway) as socket:
+            async with asyncio.timeout(bound_s), self._session(front, gateway) as socket:
                 await self._stopped_before(socket, stop)
                 self._journal.count(HELD)
         except (TimeoutError, websockets.WebSocketException, OSError, _EpochOver) as error:

@@ -123,6 +123,67 @@ async def test_redis_lost_delays_no_token_and_loses_no_stop(api: Any, eventually
     await api.assert_idle()
 
 
+def pods(api: Any) -> list[int]:
+    """The pids of the pods' supervise processes, the leader's first."""
+    return [pid for name, pid in sorted(api.stack.pids.items()) if name.startswith("stopway")]
+
+
+@pytest.mark.parametrize("pod", [0, 1])
+async def test_a_pod_that_is_told_to_end_drains_and_proves_its_stops(
+    api: Any, eventually: Any, pod: int
+) -> None:
+    before = await begins(api, eventually)
+    async with api.stream(max_tokens=4000, ignore_eos=True) as stream:
+        await stream.read(2)
+        os.kill(pods(api)[pod], signal.SIGTERM)
+        await asyncio.wait_for(stream.read(), 30)
+    assert (stream.finish_reason, stream.stop_reason, stream.done) == ("abort", "drain", True)
+    (stop_id,) = (await api.get(f"/v1/requests/{stream.uid}"))["stop_ids"]
+
+    async def proved() -> bool:
+        return bool((await api.get(f"/v1/stops/{stop_id}"))["status"] == "reclaimed")
+
+    await eventually(proved, 30.0, "what was in flight came back on every rank")
+    (group,) = (await api.get(f"/v1/stops/{stop_id}"))["groups"]
+    assert group["epoch"] == before, "by the ranks themselves, not by the end of their epoch"
+    assert all(rank["reclaimed_at"] for rank in group["ranks"]), group
+
+    async def back() -> bool:
+        return await epoch(api) > before and await ready(api)
+
+    await eventually(back, 60.0, "the group is back")
+    await api.assert_idle()
+
+
+async def test_a_paused_group_is_paused_when_its_pods_are_new(api: Any, eventually: Any) -> None:
+    before = await begins(api, eventually)
+    reply = await api.http.post("/v1/groups/pause", json={"mode": "wait"})
+    assert reply.status_code == 200, reply.text
+    for pid in pods(api):
+        os.kill(pid, signal.SIGKILL)
+
+    async def back() -> bool:
+        return await epoch(api) > before
+
+    await eventually(back, 60.0, "the group is in a new epoch")
+
+    async def paused() -> bool:
+        (group,) = (await api.get("/v1/groups"))["groups"]
+        return bool(group["mode"] == "wait")
+
+    await eventually(paused, 30.0, "it is told of its mode")
+    asked = asyncio.create_task(api.text([{"role": "user", "content": "Say hello."}]))
+
+    async def waits() -> bool:
+        (group,) = (await api.get("/v1/groups"))["groups"]
+        return bool(group["waiting"] == 1)
+
+    await eventually(waits, 30.0, "a request waits there")
+    assert (await api.http.post("/v1/groups/resume", json={})).status_code == 200
+    assert await asyncio.wait_for(asked, 60)
+    await api.assert_idle()
+
+
 async def test_a_killed_front_leaks_nothing(api: Any, eventually: Any) -> None:
     (front,) = children(api, "stopway_engine.front")
     before = await begins(api, eventually)

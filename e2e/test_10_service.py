@@ -33,7 +33,7 @@ def service(space: Namespace, jaeger: Jaeger, request: pytest.FixtureRequest) ->
 
 
 def test_apply_makes_it_ready_and_it_answers(service: Service) -> None:
-    wait_for("it answers", service.answers, 60)
+    assert "Paris" in service.capital()
     status = service.status
     assert status["replicas"] == status["readyReplicas"] == 1
     assert status["model"] == "smollm2-135m-instruct" and service.gateway in status["url"]

@@ -89,6 +89,25 @@ def test_case_o06_a_pod_deleted_gently_drains(service: Service, rank: int) -> No
     assert [part["rank"] for part in ranks] == [0, 1]
     assert all(part["reclaimed_at"] for part in ranks), receipt
     come_back(service, before)
+    (epoch,) = service.epochs().values()
+    # By the ranks themselves: what the end of an epoch proves is known when the next one begins.
+    assert all(part["reclaimed_at"] < epoch / 1000 for part in ranks), receipt
+
+
+def test_a_paused_group_is_paused_in_a_new_pod(service: Service) -> None:
+    """Its address is another: it is the group that the gateway remembers."""
+    (before,) = service.epochs().values()
+    service.say_mode("pause", mode="wait")
+    service.kubectl.delete("pod", next(iter(service.nodes())), "--wait=false")
+    wait_for(
+        "the group is in a new epoch, and paused",
+        lambda: all(e > before for e in service.epochs().values()) and service.modes() == ["wait"],
+        BACK_S,
+        every=1.0,
+    )
+    service.say_mode("resume")
+    wait_for("it answers", service.answers, 60, every=1.0)
+    service.assert_idle()
 
 
 def victim(service: Service) -> str:

@@ -48,7 +48,8 @@ class Effect(StrEnum):
     """When a stop takes effect on a request that it finds in some place."""
 
     AT_ONCE = "at_once"  # in the turn that it comes in
-    NEXT_RESULT = "next_result"  # by the result of the step in flight, or of one more; in one more
+    # With the result of the step in flight, else of one more; decoding, it is in one more anyway.
+    NEXT_RESULT = "next_result"
     QUIET = "quiet"  # tried again in each turn until no step in flight has the request
     NEXT_SCHEDULE = "next_schedule"  # marked, and swept when the next step is planned
     ONE_TOKEN = "one_token"  # it becomes a prefill of one token, which ends it

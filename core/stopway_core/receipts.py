@@ -165,7 +165,8 @@ class ReceiptBook:
     ) -> None:
         part = receipt.parts[rank]
         turn = receipt.turn_effective
-        if turn is None or self._applied[rank] < turn:
+        assert turn is not None  # it is open since it took effect
+        if self._applied[rank] < turn:
             return
         if part.stopped_at is None:
             part.stopped_at = applied_at

@@ -62,6 +62,12 @@ class Reserves:
 
     def preempted(self, left: Collection[Choice]) -> None:
         """Somebody had to go; those ``left`` decode on."""
+        if self._kind is not Reserve.RATIO:
+            return
+        if not left:  # who came was more important: a retraction of SGLang's keeps one
+            self._ratio = RATIO_LEAST
+            return
+        # May be less than the least, as there, until the next step that decodes.
         made = sum(choice.output_len for choice in left)
         asked = sum(choice.length_max - choice.prompt_len for choice in left)
         self._ratio = min(1.0, (made + RATIO_AHEAD * len(left)) / (asked + 1))

@@ -1,7 +1,7 @@
 """The simulated world: the real planner and the real replicas, everything around them faked.
 
 Standard library and ``stopway_core`` only. Time is an integer of microseconds, chance comes from
-one seeded source, so a seed is a run: ``python -m stopway_sim --seed 7`` replays it, bit for bit.
+one seeded source, so a seed is a run: ``make sim SEED=7`` replays it, bit for bit.
 
 ``Group`` is one epoch of a group without time; ``World`` drives it with delays and faults,
 ``explore`` with every interleaving of a tiny case.

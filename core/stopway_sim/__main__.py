@@ -17,7 +17,7 @@ SHOWN = 10  # digests that are printed
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. Returns the exit code: 1 when a world failed."""
+    """The command line. Returns the exit code: 1 when a world failed, 2 when none was asked for."""
     parser = argparse.ArgumentParser(prog="stopway_sim", description=__doc__)
     parser.add_argument("what", nargs="?", choices=("worlds", "table"), default="worlds")
     parser.add_argument("--seed", type=int, default=1, help="the first seed")
@@ -26,6 +26,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--out", type=Path, default=Path("docs/stops.md"), help="of the table")
     args = parser.parse_args(argv)
+    if args.seeds < 1:
+        print(f"{args.seeds} worlds show nothing: give 1 or more as SEEDS", file=sys.stderr)
+        return 2
     if args.what == "table":
         args.out.write_text(table.document(), encoding="utf-8")
         print(f"wrote {args.out}")

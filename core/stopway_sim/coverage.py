@@ -7,6 +7,9 @@ from collections import Counter
 from stopway_core.lifecycle import TRANSITIONS
 from stopway_sim.places import POSSIBLE, Cause, Place
 
+COLUMNS = 5  # of a table; more causes make more tables
+CELL = max(map(len, Cause)) + 2
+
 
 def met(coverage: Counter[str], place: Place, cause: Cause) -> int:
     """How often a cause found a request in a place."""
@@ -30,9 +33,11 @@ def report(coverage: Counter[str]) -> str:
     rows += [f"  {name:<40}{coverage[name]:>9}" for name in _transitions()]
     width = max(map(len, Place)) + 2
     rows += ["", "where a request was, by what ended it ('.': never; '-': cannot be)"]
-    for at in range(0, len(Cause), 8):
-        causes = list(Cause)[at : at + 8]
-        rows.append(" " * width + "".join(f"{_short(cause):>13}" for cause in causes))
+    # What a policy alone can do has a column when it was met.
+    shown = [c for c in Cause if POSSIBLE[c] or any(met(coverage, place, c) for place in Place)]
+    for at in range(0, len(shown), COLUMNS):
+        causes = shown[at : at + COLUMNS]
+        rows.append(" " * width + "".join(f"{cause:>{CELL}}" for cause in causes))
         for place in Place:
             rows.append(f"{place:<{width}}" + "".join(_cell(coverage, place, c) for c in causes))
         rows.append("")
@@ -46,13 +51,7 @@ def report(coverage: Counter[str]) -> str:
 
 def _cell(coverage: Counter[str], place: Place, cause: Cause) -> str:
     count = met(coverage, place, cause)
-    return f"{count or ('.' if place in POSSIBLE[cause] else '-'):>13}"
-
-
-def _short(cause: Cause) -> str:
-    return (
-        cause.removeprefix("stop by ").replace(" deadline", " dl").replace("grammar ", "gr. ")[:12]
-    )
+    return f"{count or ('.' if place in POSSIBLE[cause] else '-'):>{CELL}}"
 
 
 def _transitions() -> list[str]:

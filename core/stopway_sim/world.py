@@ -451,6 +451,6 @@ def run_seed(seed: int, *, fenced: bool = True) -> Report:
         raise SimFailure(
             f"seed {seed} failed at {world.clock.now_us} us, turn {world._turns}: "
             f"{type(error).__name__}: {error}\n{scenario}\n"
-            f"replay it with: python -m stopway_sim --seed {seed}"
+            f"replay it with: make sim SEED={seed}"
         ) from error
     return world.report(seed)

@@ -240,6 +240,18 @@ class Service:
         with self.client() as client:
             return dict(client.get(f"/v1/requests/{uid}").json())
 
+    def modes(self) -> list[str]:
+        """The mode that is in force in each group."""
+        with self.client() as client:
+            groups = client.get("/v1/groups").json()["groups"]
+        return [str(group["mode"]) for group in groups]
+
+    def say_mode(self, how: str, **body: str) -> None:
+        """``pause``, ``resume`` or ``drain`` every group, and wait until it is so."""
+        with self.client() as client:
+            response = client.post(f"/v1/groups/{how}", json=body)
+        assert response.status_code == 200, response.text
+
     def assert_idle(self) -> None:
         """Nothing is held by anybody, in any group."""
 

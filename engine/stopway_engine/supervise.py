@@ -188,7 +188,7 @@ class Supervisor:
         self._draining.set()
         self._drain_until = time.monotonic() + self.config.drain_s + EXIT_GRACE_S
         for rank in self._ranks:
-            if rank.state == "ready":
+            if rank.state in ("ready", "draining"):  # it may know by another pod of its group
                 rank.send({"drain": True})
             else:
                 rank.kill()
@@ -204,7 +204,9 @@ class Supervisor:
                 rank.kill()
             if self._drain_until and now > self._drain_until:
                 for rank in self._ranks:
-                    rank.kill()
+                    if rank.code is None:
+                        print(f"rank {rank.rank} has not drained: killed", file=sys.stderr)
+                        rank.kill()
 
     # --- what comes ----------------------------------------------------------------------
 

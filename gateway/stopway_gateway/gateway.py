@@ -23,6 +23,7 @@ from stopway_gateway.requests_table import RequestsTable
 from stopway_gateway.schemas import invalid
 from stopway_gateway.session import LeaderSession, Listener
 from stopway_gateway.stop_service import StopService
+from stopway_gateway.words import AdminWords
 from stopway_telemetry import Exporter
 
 _LOG = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Gateway:
         self.registry = Registry(settings, self._make_session)
         self.placement = Placement()
         self.modes = ModeService(self.registry)
+        self.words = AdminWords()
         self.stops = StopService(settings, self.table, self.registry, self.metrics, self.exporter)
         self.draining = False
         self._active = 0  # handlers of generating routes
@@ -278,6 +280,7 @@ class Gateway:
             gateway=self.settings.gateway_id,
             secret=self.settings.secret.get_secret_value(),
             epoch_grace_s=self.settings.epoch_grace_s,
+            words=self.words,
             listener=Listener(
                 receipt=self.stops.on_receipt,
                 change=self._session_changed,

@@ -14,7 +14,7 @@ from stopway_gateway.registry import Registry
 class ModeService:
     """Tells groups their mode, and waits until their leaders say that it is so.
 
-    The fronts remember it over the epochs of their groups, and sessions over the lives of fronts.
+    The fronts remember it over the epochs of their groups, and ``AdminWords`` over their lives.
     """
 
     def __init__(self, registry: Registry) -> None:

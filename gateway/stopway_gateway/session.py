@@ -23,6 +23,7 @@ from stopway_core.events import Mode
 from stopway_core.types import Outcome, Reason
 from stopway_gateway.request import End, Item, Refusal, Request
 from stopway_gateway.tasks import end_tasks
+from stopway_gateway.words import AdminWords
 
 _LOG = logging.getLogger(__name__)
 _BACKOFF_S = (0.1, 2.0)
@@ -52,6 +53,7 @@ class LeaderSession:
         gateway: str,
         secret: str,
         epoch_grace_s: float,
+        words: AdminWords,
         listener: Listener,
     ) -> None:
         self.url = url.rstrip("/")
@@ -62,7 +64,6 @@ class LeaderSession:
         self.retiring = False  # gone from the list of groups: takes nothing new
         self.superseded = False  # another session has a newer epoch of its group
         self.mode = Mode.RUNNING  # as its leader last told it
-        self._wanted: tuple[float, Mode] | None = None  # an admin's newest word, and when it was
         self.hello: dict[str, Any] = {}
         self.load: dict[str, int] = {}
         self.live: dict[str, Request] = {}
@@ -70,6 +71,7 @@ class LeaderSession:
         self._gateway = gateway
         self._headers = {"Authorization": f"Bearer {secret}"}
         self._epoch_grace_s = epoch_grace_s
+        self._words = words
         self._listener = listener
         self._outbox: asyncio.Queue[str] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
@@ -139,16 +141,13 @@ class LeaderSession:
         self._send({"type": "mode", "mode": mode})
 
     def _remind(self, message: dict[str, Any]) -> None:
-        """Take an admin's word that is newer than what is known here, or tell of one that is.
-
-        Only a front that is new knows less, and it is told before it can be sent a request.
-        """
-        if message["wanted"] is not None:
-            word = float(message["said_at"]), Mode(message["wanted"])
-            if self._wanted is None or word[0] >= self._wanted[0]:
-                self._wanted = word
-        if self._wanted is not None and self._wanted[0] > float(message["said_at"]):
-            said_at, mode = self._wanted
+        """Tell a front of a word that is newer than what it knows, before it is sent a request."""
+        wanted = message["wanted"]
+        word = self._words.hear(
+            self.group, None if wanted is None else Mode(wanted), float(message["said_at"])
+        )
+        if word is not None:
+            mode, said_at = word
             self._send({"type": "mode", "mode": mode, "said_at": said_at})
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -225,8 +224,8 @@ class LeaderSession:
     def _on_hello(self, message: dict[str, Any]) -> None:
         # Also sent when a new epoch forms on a session that stands.
         self.mode = Mode(message["mode"])
-        self._remind(message)
         self.group = str(message["group"])
+        self._remind(message)
         self.hello = message
         self.connected = True
         self.draining = False

@@ -175,7 +175,7 @@ class StopRecord:
         was the stop that ended it, then nothing of it was ever held.
         """
         if not part.unknown:
-            return part.status
+            return StopStatus.STOPPED if self._owes_an_end(part) else part.status
         stopped = [
             request
             for request in self.matched
@@ -185,6 +185,21 @@ class StopRecord:
         if not all(request.refused for request in stopped):
             return StopStatus.NOTICED
         return StopStatus.RECLAIMED if stopped else part.status
+
+    def _owes_an_end(self, part: Part) -> bool:
+        """Whether a resolved part has overtaken, by Redis, the ends on its leader's session.
+
+        Who waits for the stop may ask for its requests next, and they must have their outcome.
+        """
+        return part.resolved and any(
+            request.group == part.group and request.outcome is None for request in self.matched
+        )
+
+    def _pending_on(self, part: Part) -> list[str]:
+        held = part.pending_on()
+        if self._owes_an_end(part):
+            held.append(f"{part.group}: the end of an answer")
+        return held
 
     @property
     def resolved(self) -> bool:
@@ -272,6 +287,6 @@ class StopRecord:
             "outcome": self._outcome(count),
             "trace_id": self.span.trace_id,
             "accepted_at": None if self.remote else self.stop.issued_at,
-            "pending_on": [hold for part in self.parts.values() for hold in part.pending_on()],
+            "pending_on": [hold for part in self.parts.values() for hold in self._pending_on(part)],
             "groups": [part.to_json() for part in self.parts.values() if not part.unknown],
         }

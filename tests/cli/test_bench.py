@@ -64,7 +64,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(*urls: str) -> command.Plan:
-    return command.Plan(urls, (), "", False, 1, 1, False, True, True)
+    return command.Plan(urls, quick=True, json=True)
 
 
 async def test_one_document_with_figures_and_ratios(
@@ -84,6 +84,35 @@ async def test_one_document_with_figures_and_ratios(
     assert second["ratios"].keys() == first["ratios"].keys()
     assert "streams_1" in captured.err
     await wait_until(lambda: not gateway.running)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (command.Plan(("nonsense",)), "'nonsense' is no URL; write http://HOST:PORT"),
+        (command.Plan(("localhost:8080",)), "is no URL"),
+        (command.Plan(("http://",)), "is no URL"),
+        (command.Plan(("http://[::1",)), "is no URL"),
+        (command.Plan(("http://a:port",)), "is no URL"),
+        (command.Plan(), "name a server's URL"),
+        (command.Plan(("http://a",), tensor=2), "--tensor has no effect without --local"),
+        (
+            command.Plan(("http://a",), tensor=2, pipeline=2),
+            "--tensor and --pipeline have no effect without --local: .*; leave them out",
+        ),
+        (command.Plan(local=True, key=("k",)), "--key has no effect without a URL"),
+        (command.Plan(local=True, model="m"), "--model has no effect without a URL"),
+        (command.Plan(turns=True, quick=True), "--quick has no effect without a server"),
+    ],
+)
+async def test_what_cannot_be_measured_is_said_first(
+    asked: command.Plan, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "measure", None)
+    monkeypatch.setattr(server, "examine", None)
+    with pytest.raises(CliError, match=message) as raised:
+        await command.run(asked)
+    assert raised.value.code is Exit.USAGE
 
 
 async def test_a_server_without_metrics_is_probed(gateway: Any, small: None) -> None:
@@ -121,17 +150,15 @@ def test_turn_cost_is_of_a_full_house_whose_books_balance(
 
 
 def test_a_cost_model_is_made_of_what_a_leader_saw() -> None:
-    steps = [
-        [1, 0, 50, 0, 0.010],
+    times = [
+        *[[1, 0, 50 + context, 0, 0.010 + 2e-6 * context] for context in range(0, 1600, 200)],
         [8, 0, 800, 0, 0.024],
-        [0, 100, 0, 0, 0.058],
-        [8, 0, 800, 0, 0.024],
-        [1, 0, 1050, 0, 0.012],
-        [0, 100, 0, 100 * 100, 0.068],
+        *[[0, 100, 0, 100 * n, 0.058 + 1e-4 * n] for n in range(0, 800, 100)],
     ]
+    steps = [[number, *time] for number, time in enumerate(times, 51)]
     blocks = {"total": 500, "block_size": 16}
     ledger = {"step_times": steps, "blocks": blocks, "max_batch_tokens": 256}
-    cost = calibration.cost_model(ledger, 1, 2, 0.004)
+    cost = calibration.cost_model(ledger, 50, 1, 2, 0.004)
     assert cost.max_batch_tokens == 256
     assert (cost.pipeline, cost.window, cost.blocks, cost.redis_s) == (2, 2, 500, 0.004)
     assert cost.step_s(8, 0, 800) == pytest.approx(2 * 0.024)
@@ -139,7 +166,22 @@ def test_a_cost_model_is_made_of_what_a_leader_saw() -> None:
     assert cost.context_token_s == pytest.approx(2 * 0.000002)
     assert cost.prefill_pair_s == pytest.approx(2 * 0.000001)
     with pytest.raises(CliError, match="at least two numbers of decoding rows"):
-        calibration.cost_model({**ledger, "step_times": steps[:1]}, 1, 1, 0.0)
+        calibration.cost_model({**ledger, "step_times": steps[:1]}, 50, 1, 1, 0.0)
+
+
+def test_a_cost_model_is_made_of_no_step_of_before() -> None:
+    # Steps that were cut short have no times, so their numbers have gaps.
+    before = [[number, rows, 0, 9, 0, 9.0] for number, rows in ((7, 1), (8, 8), (10, 16))]
+    steps = [[12, 1, 0, 9, 0, 0.010], [15, 8, 0, 9, 0, 0.024], [18, 0, 100, 0, 0, 0.058]]
+    ledger = {
+        "step": 19,
+        "step_times": [*before, *steps],
+        "blocks": {"total": 500, "block_size": 16},
+        "max_batch_tokens": 256,
+    }
+    cost = calibration.cost_model(ledger, 10, 1, 1, 0.0)
+    assert [rows for rows, _ in cost.decode] == [1, 8]
+    assert cost.step_s(1, 0) == pytest.approx(0.010)
 
 
 def test_the_simulation_is_printed_beside_the_engine(capsys: pytest.CaptureFixture[str]) -> None:

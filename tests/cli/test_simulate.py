@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from copy import deepcopy
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from stopway_cli.errors import Exit
 from stopway_cli.main import finish
-from stopway_cli.simulate import charts, document, page, register
+from stopway_cli.simulate import charts, document, page, register, running, tables
 from stopway_cli.simulate.figures import SHOWN, best_of
 from stopway_core.policies import POLICIES
 from stopway_sim.fleet import SCENARIOS
@@ -144,14 +147,13 @@ def test_sim_runs_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "best"], "'best' is no policy; choose one of native"),
-        (["--scenario", "calm"], "'calm' is no scenario; choose one of cancel-storm"),
         (["--prompt", "long"], "'long' is no distribution"),
         (["--storm", "5"], "--storm '5': write it as AT:SHARE"),
         (["--lose-rank", "1:x:2"], "write it as AT:GROUP:DOWN_S"),
         (["--cost-field", "blocks"], "there is no =; write NAME=VALUE"),
         (["--cost-field", "speed=9"], "unknown field 'speed'"),
-        (["--cost", "/nowhere.json"], "/nowhere.json cannot be read"),
+        (["--cost", "/nowhere.json"], "/nowhere.json cannot be read: No such file or directory\n"),
+        (["--trace", "/"], "/ cannot be read: Is a directory\n"),
         (["--deadline-total", "-1"], "deadlines are 0 seconds or more"),
         (["--seed", "-1"], "the seed is -1"),
         (["--split", "--groups", "3"], "3 groups is odd"),
@@ -172,7 +174,11 @@ def test_sim_runs_a_trace(tmp_path: Path) -> None:
         (["--cost-field", f"blocks=1{'0' * 400}"], "blocks is an integer of hundreds of digits"),
         (["--cost-field", f"decode={'[' * 100_000}"], "is no number; write NAME=VALUE"),
         (["--prompt", "lognormal:100:1e308"], "is no distribution of counts"),
-        (["--prompt", "lognormal:100:11"], "SIGMA is 0 to 10"),
+        (["--prompt", "lognormal:100:11"], "SIGMA is 11; give 0 to 10"),
+        (["--prompt", "lognormal:0:1"], "MEDIAN is 0; give 1 or more"),
+        (["--redis-down", "5:3"], "TO must be after FROM"),
+        (["--lose-rank", "1:0:0"], "DOWN_S is 0; give more than 0"),
+        (["--check", "9"], "9 groups to check; give at most 4"),
         (["--prompt", "lognormal:1e308:1"], "is no distribution of counts"),
         (["--output", "constant:inf"], "is no distribution of counts"),
         (["--think", "nan"], "clients are 0 or more, and think 0 to"),
@@ -182,17 +188,14 @@ def test_sim_runs_a_trace(tmp_path: Path) -> None:
         (["--cancel-after", "nan"], "cancels come 0 s or later"),
         (["--cancel-after-tokens", "1e308"], "cancels come 0 s or later"),
         (["--deadline-total", "nan"], "deadlines are 0 seconds or more"),
-        (["--groups", "0"], "a fleet of 0 groups; give at least 1"),
-        (["--groups", "0", "--scenario", "cancel-storm"], "a fleet of 0 groups"),
-        (["--requests", "0"], "0 requests; give at least 1"),
-        (["--requests", "0", "--scenario", "cancel-storm"], "0 requests; give at least 1"),
+        (["--requests", "99999999"], "99999999 requests; give at least 1, at most"),
         (["--priority", "high:0.5"], "--priority 'high:0.5': write it as LEVEL:SHARE"),
         (["--priority", "0.5:0.5"], "--priority: LEVEL is 0.5; give a whole number"),
         (["--priority", "1:nan"], "SHARE is nan; give a finite number"),
         (["--priority", "1:0.7", "--priority", "2:0.7"], "more than 1 together"),
         (["--choices", "constant:65"], "a request has 1 to 64 choices"),
         (["--choices", "two"], "'two' is no distribution of counts"),
-        (["--split", "--choices", "constant:2"], "of one choice; give 1 a request"),
+        (["--split", "--choices", "constant:2"], "with --split every request has 1 choice"),
         (["--cost-field", "prefill_pair_s=-1"], "prefill_pair_s is -1.0; give seconds"),
         (["--check", "-1"], "-1 groups to check; give 0 or more"),
     ],
@@ -205,6 +208,85 @@ def test_what_cannot_be_simulated_is_one_sentence(
     assert result.stdout == ""
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["sim", "compare"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "best"], "'best' is none of native, vllm, sglang"),
+        (["--scenario", "calm"], "'calm' is none of cancel-storm, memory-pressure"),
+        (["--groups", "0"], "--groups"),
+        (["--requests", "0"], "--requests"),
+        (["--processes", "0"], "--processes"),
+    ],
+)
+def test_a_name_or_number_that_an_option_never_takes_is_wrong_usage(
+    command: str, arguments: list[str], message: str
+) -> None:
+    result = stopway(command, *arguments)
+    assert result.exit_code == Exit.USAGE
+    assert result.stdout == ""
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags", "why"),
+    [
+        (["--trace", "T", "--cancel", "0.3"], "--cancel has", "with --trace: the file says who"),
+        (["--trace", "T", "--requests", "9"], "--requests has", "with --trace"),
+        (["--trace", "T", "--rate", "9", "--prompt", "constant:4"], "--rate and --prompt", "leave"),
+        (["--trace", "T", "--clients", "2", "--think", "1"], "--clients and --think have", "with"),
+        (["--trace", "T", "--output", "constant:4"], "--output has", "with --trace"),
+        (["--trace", "T", "--priority", "1:0.5"], "--priority has", "with --trace"),
+        (["--trace", "T", "--choices", "constant:2"], "--choices has", "with --trace"),
+        (["--trace", "T", "--shared", "0.5"], "--shared has", "with --trace"),
+        (["--trace", "T", "--follow-ups", "0.5"], "--follow-ups has", "with --trace"),
+        (["--clients", "2", "--rate", "4"], "--rate has", "with --clients"),
+        (["--think", "2"], "--think has", "without --clients"),
+        (["--prefixes", "2"], "--prefixes has", "without --shared"),
+        (["--prefix-tokens", "2", "--shared", "0"], "--prefix-tokens has", "without --shared"),
+        (["--cancel-after", "2"], "--cancel-after has", "without --cancel"),
+        (["--cancel-after-tokens", "2", "--storm", "1:1"], "--cancel-after-tokens has", "without"),
+        (
+            ["--cancel", "1", "--cancel-after", "2", "--cancel-after-tokens", "2"],
+            "--cancel-after has",
+            "with --cancel-after-tokens",
+        ),
+        (["--disconnects", "1"], "--disconnects has", "without --cancel or --storm"),
+        (
+            ["--scenario", "pd-split", "--cancel", "0", "--cancel-after", "1"],
+            "--cancel-after has",
+            "without --cancel",
+        ),
+    ],
+)
+def test_an_option_without_effect_is_refused(
+    arguments: list[str], flags: str, why: str, tmp_path: Path
+) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("arrival,prompt,output\n0,50,4\n")
+    result = stopway("sim", *(str(trace) if a == "T" else a for a in arguments))
+    assert result.exit_code == Exit.USAGE
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert flags in line and "no effect" in line and why in line
+    assert line.endswith(("leave it out", "leave them out"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--scenario", "pd-split", "--cancel-after", "0.2"],
+        ["--scenario", "cancel-storm", "--prefixes", "1"],
+        ["--storm", "0.5:0.5", "--disconnects", "1"],
+    ],
+)
+def test_an_option_has_effect_on_what_a_scenario_has(arguments: list[str]) -> None:
+    with_it, without = (
+        document_of(stopway("sim", *LITTLE, *given)) for given in (arguments, arguments[:2])
+    )
+    assert with_it != without
 
 
 @pytest.mark.parametrize("command", ["sim", "compare"])
@@ -233,6 +315,64 @@ def test_a_cost_model_that_cannot_be_is_one_sentence(
     assert "Traceback" not in result.stderr
 
 
+def cost_of(*arguments: str) -> dict[str, Any]:
+    """The cost model that ``compare`` says it has used."""
+    little = ("--policy", "native", "--groups", "1", "--requests", "4", "--json")
+    found = document_of(stopway("compare", *little, *arguments))
+    cost = found["cost"]
+    assert isinstance(cost, dict)
+    return cost
+
+
+def test_a_cost_file_is_laid_over_the_scenario_and_a_field_over_both(tmp_path: Path) -> None:
+    cost = tmp_path / "cost.json"
+    cost.write_text('{"blocks": 700, "turn_s": 0.001}')
+    scenario = cost_of("--scenario", "memory-pressure")
+    assert (scenario["blocks"], scenario["max_model_len"]) == (1024, 4096)
+    layered = cost_of(
+        *("--scenario", "memory-pressure", "--cost", str(cost), "--cost-field", "turn_s=0.002")
+    )
+    assert layered == {**scenario, "blocks": 700, "turn_s": 0.002}
+
+
+TRACE = "arrival,prompt,output,cancel\n" + "".join(
+    f"{i / 10},200,400,{i / 10 + 0.5 if i == 3 else ''}\n" for i in range(40)
+)
+
+
+def test_a_trace_is_compared_alone_unless_a_scenario_is_named(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("\ufeff" + TRACE, encoding="utf-8")  # as spreadsheets write it
+    arguments = ("compare", "--trace", str(trace), "--policy", "native", "--json")
+    alone = document_of(stopway(*arguments))
+    assert (alone["scenario"], alone["about"]) == ("t.csv", "arrivals and cancels of a file")
+    (run,) = alone["runs"]
+    assert (run["requests"], run["stops"]["given_up"]) == (40, 1)
+    assert run["off_queue"]["host_loads"] == 0
+    both = document_of(stopway(*arguments, "--scenario", "cancel-storm"))
+    assert both["scenario"] == "t.csv with cancel-storm"
+    assert "with the storms, host loads" in both["about"]
+    (run,) = both["runs"]
+    assert run["stops"]["given_up"] > 10  # the storms come within the file's time
+    assert run["off_queue"]["host_loads"] > 0
+
+
+def test_no_deadline_is_0_as_for_up() -> None:
+    asked = ("sim", *LITTLE)
+    zero = ("--deadline-queue", "0", "--deadline-first-token", "0", "--deadline-total", "0")
+    assert document_of(stopway(*asked, *zero)) == document_of(stopway(*asked))
+
+
+def test_a_page_that_cannot_be_written_is_said_before_anything_is_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "simulate", None)
+    html = tmp_path / "none" / "report.html"
+    result = stopway("compare", "--html", str(html))
+    assert result.exit_code == Exit.CONFIG
+    assert result.stderr == f"stopway: {html} cannot be written: No such file or directory\n"
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """The document and the page of one comparison."""
@@ -259,6 +399,38 @@ def test_compare_can_be_of_some_and_is_a_table_without_json() -> None:
     )
     assert result.exit_code == 0
     assert re.search(r"figure +native +deepinfer", result.stdout)
+
+
+@pytest.mark.parametrize("width", [80, 60, 160])
+def test_every_value_can_be_read_on_a_terminal(
+    width: int, compared: tuple[dict[str, Any], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = deepcopy(compared[0])
+    document["runs"][0]["tokens"]["thrown_away"] = 123_456_789
+    terminal = Console(file=StringIO(), width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr(tables.render, "console", lambda: terminal)
+    tables.many(document)
+    assert isinstance(terminal.file, StringIO)
+    lines = terminal.file.getvalue().splitlines()
+    assert all(len(line) <= width and "\u2026" not in line for line in lines)
+    headings = [line.split()[1:] for line in lines if line.split()[:1] == ["figure"]]
+    assert [name for names in headings for name in names] == list(POLICIES)
+    assert len(headings) == {80: 2, 60: 3, 160: 1}[width]
+    for shown in SHOWN:
+        found = [
+            line.split(shown.title)[1].split()
+            for line in lines
+            if line.strip().startswith(f"{shown.title} ")
+        ]
+        expected = [shown.text(run) for run in document["runs"]]
+        assert [text for texts in found for text in texts] == expected
+
+
+@pytest.mark.parametrize("command", ["sim", "compare"])
+def test_help_names_every_policy_and_scenario(command: str) -> None:
+    help_text = re.sub(r"\s+", "", stopway(command, "--help").stdout)
+    for name in (*POLICIES, *SCENARIOS):
+        assert name in help_text
 
 
 class Page(HTMLParser):
@@ -319,6 +491,16 @@ def test_the_best_of_a_figure_is_marked_unless_all_are_alike() -> None:
     assert best_of(high, runs) == {1}
     assert best_of(high, [runs[0], runs[2]]) == set()
     assert low.text(runs[2]) == "-"
+
+
+def test_what_is_printed_alike_is_as_good() -> None:
+    low = SHOWN[0]
+    runs: list[dict[str, Any]] = [
+        {"cancel_s": {"notify": {"p50": v}}} for v in (0.00101, 0.00104, 0.002)
+    ]
+    assert [low.text(run) for run in runs] == ["1.0", "1.0", "2.0"]
+    assert best_of(low, runs) == {0, 1}
+    assert best_of(low, runs[:2]) == set()
 
 
 def test_the_document_has_every_scenario_and_policy(monkeypatch: pytest.MonkeyPatch) -> None:

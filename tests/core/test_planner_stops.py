@@ -374,7 +374,23 @@ def test_a_drain_takes_no_more_and_stops_what_is_left_in_the_end(rig: Rigs) -> N
     assert r.planner.drained and r.planner.next_timer() is None
 
 
-def test_a_drain_waits_until_every_rank_has_proved_every_stop(rig: Rigs) -> None:
+def test_a_drain_waits_until_every_rank_has_applied_every_stop(rig: Rigs) -> None:
+    """One that matched nobody waits for no step, and is proved by its turn alone."""
+    r = rig(ranks=2)
+    r.turn(r.submit("a", max_tokens=1))
+    r.turn(r.result())
+    step = r.replica.step
+    assert step > 0
+    for rank in (0, 1):
+        r.receipts.progress(rank, r.replica.turn, r.now, step, r.now)
+    r.turn(DrainStarted(r.now + 10), r.stop("s", "nobody"))
+    r.receipts.progress(0, r.replica.turn, r.now, step, r.now)
+    assert not r.planner.drained
+    r.receipts.progress(1, r.replica.turn, r.now, step, r.now)
+    assert r.planner.drained and r.receipts.get("s").status == "reclaimed"
+
+
+def test_a_drain_waits_until_every_rank_has_run_the_last_step(rig: Rigs) -> None:
     """The result of the last step comes from one rank; the other is still in that step."""
     r = rig(ranks=2)
     r.turn(r.submit("a", max_tokens=50))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stopway_core.events import Mode
-from stopway_engine.front.mode import GroupMode
+from stopway_engine.front.mode import LONG_AGO, GroupMode
 
 
 class Front:
@@ -77,3 +77,19 @@ def test_a_front_that_is_younger_than_its_leader_takes_its_word(front: Front) ->
     assert front.gateways[-1]["mode"] == "wait" and front.leader == []
     front.mode.leader_came()  # the next epoch's
     assert front.leader == ["wait"]
+    assert front.mode.fields()["said_at"] == LONG_AGO  # so that gateways remember it, too
+
+
+def test_a_word_whose_age_is_known_is_newer_than_the_leaders(front: Front) -> None:
+    front.mode.leader_says(Mode.WAITING, first=True)
+    front.mode.say(Mode.RUNNING, 2.0)
+    assert front.leader == ["running"]
+
+
+def test_the_same_word_twice_is_told_once_unless_an_admin_says_it_again(front: Front) -> None:
+    """Told to abort once more, a leader would end what has come since."""
+    front.mode.say(Mode.ABORTED, 5.0)
+    front.mode.say(Mode.ABORTED, 6.0)
+    assert front.leader == ["abort"] and reminder(front) == (Mode.ABORTED, 6.0)
+    front.mode.say(Mode.ABORTED)
+    assert front.leader == ["abort", "abort"]

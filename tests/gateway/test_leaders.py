@@ -6,12 +6,10 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -209,87 +207,6 @@ async def test_keepalive_comments(make: Make, leader: Leader) -> None:
     assert await anext(lines) == ": keepalive"
     await reply.aclose()
     await stack.quiet()
-
-
-async def test_pods_come_and_go_behind_a_name(
-    make: Make, more_leaders: MoreLeaders, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Many addresses at once; pods with the same name and another address, or another's."""
-    loop = asyncio.get_running_loop()
-    resolve = loop.getaddrinfo
-    answers: list[str] | OSError = []
-    asked = 0
-
-    async def fake(host: Any, port: Any, **options: Any) -> Any:
-        nonlocal asked
-        if host != "leaders.test":
-            return await resolve(host, port, **options)
-        asked += 1
-        if isinstance(answers, OSError):
-            raise answers
-        twice = [*answers, *answers]  # as a name server does for several protocols
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in twice]
-
-    monkeypatch.setattr(loop, "getaddrinfo", fake)
-    port = free_port()
-
-    async def pod_at(ip: str, number: int, epoch: int) -> Leader:
-        leader = await more_leaders(f"g{number}", port=port, host=ip)
-        leader.epoch = epoch
-        return leader
-
-    pods = {f"127.0.9.{n}": await pod_at(f"127.0.9.{n}", n, 1) for n in range(1, 13)}
-    answers = list(pods)
-    dns = f"leaders.test:{port}"
-    stack = await make([], groups_file="", groups_dns=dns, epoch_grace_s=1.0)
-    registry = stack.gateway.registry
-
-    async def ready_are(leaders: Iterable[Leader]) -> None:
-        urls = {leader.url for leader in leaders}
-        await stack.until(lambda: {session.url for session in registry.ready()} == urls)
-
-    await ready_are(pods.values())
-    assert registry.groups() == sorted(f"g{n}" for n in range(1, 13))
-
-    # g1 is replaced: same name, new address. Its old pod does not know, and works on.
-    old = pods.pop("127.0.9.1")
-    old.plan = Plan(chunks=None, pace_s=0.005)
-    for leader in pods.values():
-        leader.plan = Plan(tokens=False)
-    task = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))
-    await old.wait_for(lambda: old.running)
-    new = pods["127.0.9.21"] = await pod_at("127.0.9.21", 1, 2)
-    answers = list(pods)
-    await ready_are(pods.values())
-    for each in (old, new):
-        await each.send({"type": "load", "running": each.epoch})
-    await stack.until(lambda: dict(registry.loads())["g1"].get("running") == 2)
-    text = (await stack.client.get("/metrics")).text
-    assert text.count('stopway_requests_running{group="g1"}') == 1
-    # The newer epoch ends the older: its client is told, and its lease breaks.
-    reply = await task
-    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "rank_lost")
-    await stack.until(lambda: len(registry.sessions()) == 12)
-    await old.wait_for(lambda: not old.running)
-
-    # A name server that fails says nothing; an unknown name says that nobody is ready.
-    answers, failures = socket.gaierror(socket.EAI_AGAIN, "try again"), asked + 3
-    await stack.until(lambda: asked >= failures)
-    await ready_are(pods.values())
-    answers = socket.gaierror(socket.EAI_NONAME, "unknown")
-    await stack.until(lambda: not registry.sessions())
-
-    # All come back, half of them at the addresses of others; a request that waits is taken.
-    waiting = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))
-    await stack.until(lambda: len(stack.gateway.table) == 1)
-    for leader in pods.values():
-        leader.plan = Plan()
-        leader.group = {"g2": "g3", "g3": "g2"}.get(leader.group, leader.group)
-    answers = list(pods)
-    assert (await waiting).status_code == 200
-    await ready_are(pods.values())
-    found = {session.url: session.group for session in registry.ready()}
-    assert found == {leader.url: leader.group for leader in pods.values()}
 
 
 async def test_a_pod_that_is_listed_again_takes_what_waits(

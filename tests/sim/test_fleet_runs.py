@@ -173,9 +173,9 @@ def test_priorities_and_choices_leave_the_rest_of_a_workload_as_it_is() -> None:
 
 def test_a_split_fleet_takes_one_choice() -> None:
     fleet = FleetConfig(groups=2, split=True)
-    with pytest.raises(FleetError, match="of one choice"):
+    with pytest.raises(FleetError, match="with --split every request has 1 choice"):
         simulate(fleet, PRIORITIES, 1)
-    with pytest.raises(FleetError, match="of one choice"):
+    with pytest.raises(FleetError, match="with --split every request has 1 choice"):
         simulate(fleet, BUSY, 1, trace=[Spec(0, 0.0, own=5, output=5, choices=2)])
 
 
@@ -259,10 +259,26 @@ def test_lengths_are_as_they_are_written(text: str, lowest: int, highest: int) -
 
 
 @pytest.mark.parametrize(
-    "text", ["", "normal:1:2", "constant:", "constant:0", "uniform:9:3", "lognormal:8", "values:a"]
+    "text", ["", "normal:1:2", "constant:", "constant:-1", "uniform:9", "lognormal:8", "values:a"]
 )
 def test_lengths_that_are_none_say_how_they_are_written(text: str) -> None:
-    with pytest.raises(FleetError, match="LOW"):
+    with pytest.raises(FleetError, match="write lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH"):
+        Lengths.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lognormal:0:1", "MEDIAN is 0; give 1 or more"),
+        ("lognormal:8:11", "SIGMA is 11; give 0 to 10"),
+        ("uniform:0:4", "LOW is 0; give 1 or more"),
+        ("uniform:9:3", "LOW is more than HIGH"),
+        ("constant:0.5", "N is 0.5; give 1 or more"),
+        ("values:4,0,2", "a value is 0; give 1 or more"),
+    ],
+)
+def test_lengths_say_which_of_their_values_cannot_be(text: str, message: str) -> None:
+    with pytest.raises(FleetError, match=message):
         Lengths.parse(text)
 
 
@@ -272,9 +288,11 @@ def test_lengths_that_are_none_say_how_they_are_written(text: str) -> None:
         ({"groups": 0}, "at least 1"),
         ({"groups": 3, "split": True}, "odd"),
         ({"faults": (RankLost(1.0, 9, 1.0),)}, "groups are 0 to 3"),
-        ({"faults": (RankLost(float("nan"), 0, 1.0),)}, "lost at 0 s or later"),
-        ({"redis_down": ((2.0, 1.0),)}, "time after it"),
+        ({"faults": (RankLost(float("nan"), 0, 1.0),)}, "AT is nan; give 0 to"),
+        ({"faults": (RankLost(1.0, 0, 0.0),)}, "DOWN_S is 0; give more than 0"),
+        ({"redis_down": ((2.0, 1.0),)}, "TO must be after FROM"),
         ({"checked": -1}, "groups to check"),
+        ({"checked": 9}, "9 groups to check; give at most 4"),
         ({"host_loads": HostLoads(float("inf"))}, "0 to 10000 a second"),
         ({"host_loads": HostLoads(1.0), "cost": replace(SMALL, blocks=64)}, "at least"),
     ],

@@ -13,6 +13,7 @@ import pytest
 from stopway_core.events import LeaseLost
 from stopway_core.policies import POLICIES
 from stopway_core.policy import detection_delay_s
+from stopway_core.reserve import RATIO_LEAST
 from stopway_core.types import Target
 from stopway_sim.places import Place
 
@@ -248,6 +249,16 @@ def test_sglang_lowers_its_ratio_with_each_decode_step_and_starts_anew_when_idle
         assert reserves._ratio == pytest.approx(0.7 - steps * (0.7 - 0.098) / 600)
     s.finish()
     assert reserves._ratio == 0.7
+
+
+def test_sglangs_ratio_is_its_least_when_nobody_is_left_to_learn_from(stack: Stacks) -> None:
+    s = stack(policy="sglang", blocks=9, pipeline=1)
+    s.turn(s.submit("a", FOUR, 5, priority=1))
+    s.turn(*s.steps())
+    s.turn(s.submit("b", tuple(range(20, 50)), 1))
+    assert s.turn(*s.steps()).turn.preempts == [1]
+    assert s.group.planner.schedule._reserves._ratio == RATIO_LEAST
+    s.finish()
 
 
 # --- llama.cpp -----------------------------------------------------------------------------

@@ -61,6 +61,7 @@ def test_seeded_worlds_and_what_they_met() -> None:
         "ranks killed",
         "gateway disconnects",
         "refused drain",
+        "groups drained",
         "refused duplicate",
         "refused attempt_expired",
         "refused context_length_exceeded",
@@ -99,10 +100,10 @@ def test_a_failing_seed_prints_itself_and_how_to_replay_it(
     from stopway_core.ledger import Pool
 
     monkeypatch.setattr(Pool, "drop", lambda self, holder: self._holds.pop(holder, None) and None)
-    with pytest.raises(SimFailure, match=r"seed 5 failed .*(?s:.*)-m stopway_sim --seed 5"):
+    with pytest.raises(SimFailure, match=r"seed 5 failed .*(?s:.*)make sim SEED=5"):
         run_seed(5)
     assert main(["--seed", "5"]) == 1
-    assert "replay it with: python -m stopway_sim --seed 5" in capsys.readouterr().err
+    assert "replay it with: make sim SEED=5" in capsys.readouterr().err
 
 
 def test_the_command_prints_what_its_worlds_met(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +111,21 @@ def test_the_command_prints_what_its_worlds_met(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "transitions taken" in out and "decoding --preempt-->" in out
     assert "stop by uid"[8:] in out and "never met: " in out and "3 worlds held, 0 failed" in out
+
+
+def test_no_worlds_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "0"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err == "0 worlds show nothing: give 1 or more as SEEDS\n"
+
+
+def test_every_cause_has_its_whole_name_over_its_column(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--seed", "2"]) == 0
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("     ")]
+    named = {name for head in heads for name in head.strip().split("  ") if name}
+    assert {name.strip() for name in named} == set(Cause) - {Cause.POLICY}
 
 
 def test_the_table_of_stops_is_current() -> None:

@@ -21,6 +21,7 @@ STREAMS, TOKENS = 8, 64
 CANCELLED, CANCEL_AFTER = 4, 16
 PROMPTS, PROMPT_WORDS = 3, (4, 12, 28, 60)  # up to about 240 tokens
 PROMPT_ANSWER = 8  # tokens
+LONG_PROMPTS = 2  # of six full chunks each, by default; those of one are too few for a slope
 STAGES = ("noticed", "stopped", "reclaimed")
 
 
@@ -38,9 +39,7 @@ async def measure(
     stops = await _cancels(subject, seed + STREAMS)
     cancels = SmallRun(CANCELLED, prompt, 1500, CANCEL_AFTER)
     ledger = await _ledger(subject)
-    # Of these workloads only: what else ran before them need not be like them.
-    ledger["step_times"] = ledger["step_times"][before - ledger["step"] :]
-    cost = cost_model(ledger, tensor, pipeline, told.pop("noticed_ms") / 1000)
+    cost = cost_model(ledger, before, tensor, pipeline, told.pop("noticed_ms") / 1000)
     del stops["noticed_ms"]
     return {
         f"{STREAMS} streams of {TOKENS} tokens": beside(load, cost, server.rates(answers, took)),
@@ -48,8 +47,14 @@ async def measure(
     }
 
 
-def cost_model(ledger: dict[str, Any], tensor: int, pipeline: int, notify_s: float) -> CostModel:
-    """What a leader's latest steps say. Raises ``CliError`` when they are too few or all alike."""
+def cost_model(
+    ledger: dict[str, Any], before: int, tensor: int, pipeline: int, notify_s: float
+) -> CostModel:
+    """What a leader's latest steps say, of the measured workloads: those behind step ``before``.
+
+    What else ran before them need not be like them. Raises ``CliError`` when they are too few or
+    all alike.
+    """
     steps = [
         # A stage's time; the model wants that of all its stages.
         {
@@ -59,7 +64,8 @@ def cost_model(ledger: dict[str, Any], tensor: int, pipeline: int, notify_s: flo
             "pairs": pairs,
             "seconds": seconds * pipeline,
         }
-        for rows, tokens, context, pairs, seconds in ledger["step_times"]
+        for step, rows, tokens, context, pairs, seconds in ledger["step_times"]
+        if step > before
     ]
     blocks = ledger["blocks"]
     shape = {
@@ -87,14 +93,15 @@ async def _ledger(subject: server.Subject) -> dict[str, Any]:
 async def _prompts(subject: server.Subject, seed: int) -> None:
     """Prefills of several sizes, alone: a curve wants points that are far apart.
 
-    One is of many chunks, and each has a short answer: steps that are alike but for their context.
+    Some are of many chunks, and each has a short answer: steps alike but for their context.
     """
     async with subject.http() as http:
         for number in range(PROMPTS):
             for words in PROMPT_WORDS:
                 text = server.long_prompt(seed + number, words)
                 await server.ask(http, subject, text, PROMPT_ANSWER)
-        await server.ask(http, subject, server.long_prompt(seed + PROMPTS), PROMPT_ANSWER)
+        for number in range(PROMPTS, PROMPTS + LONG_PROMPTS):
+            await server.ask(http, subject, server.long_prompt(seed + number), PROMPT_ANSWER)
 
 
 async def _cancels(subject: server.Subject, seed: int) -> dict[str, float]:

@@ -10,12 +10,14 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.table import Table
 
 from stopway_cli import render
 from stopway_cli.bench import figures, server
 from stopway_cli.errors import CliError, Exit
+from stopway_cli.idle import Idle, refuse
 from stopway_core.topology import EngineSettings
 from stopway_sim.fleet import Figure
 
@@ -25,17 +27,45 @@ Case = Callable[[server.Subject], Awaitable[Figures]]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was asked for on the command line."""
+    """What was asked for on the command line, each called as its option."""
 
-    urls: tuple[str, ...]
-    keys: tuple[str, ...]
-    model: str
-    local: bool
-    tensor: int
-    pipeline: int
-    turns: bool
-    quick: bool
-    as_json: bool
+    urls: tuple[str, ...] = ()
+    key: tuple[str, ...] = ()
+    model: str = ""
+    local: bool = False
+    tensor: int = 1
+    pipeline: int = 1
+    turns: bool = False
+    quick: bool = False
+    json: bool = False
+
+
+def check(plan: Plan) -> None:
+    """Raises ``CliError`` for what cannot be measured, before anything is."""
+    for url in plan.urls:
+        if not _is_url(url):
+            raise CliError(f"{url!r} is no URL; write http://HOST:PORT", Exit.USAGE)
+    if not (plan.urls or plan.local or plan.turns):
+        raise CliError("name a server's URL, or use --local to start a stack", Exit.USAGE)
+    shape = Idle(("tensor", "pipeline"), "without --local", "a server that runs has its shape")
+    theirs = Idle(("key", "model"), "without a URL", "the local stack has its own")
+    repeats = Idle(("quick",), "without a server", "only the core's turns are measured")
+    refuse(
+        plan,
+        [
+            (not plan.local, shape),
+            (not plan.urls, theirs),
+            (not plan.urls and not plan.local, repeats),
+        ],
+    )
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of brackets, or of a port
+        return False
 
 
 def say(text: str) -> None:
@@ -93,23 +123,22 @@ async def measure(subjects: list[server.Subject], quick: bool) -> list[Figures]:
 
 
 async def run(plan: Plan) -> Exit:
-    """Measure and print. Raises ``CliError`` when a server is not there."""
+    """Measure and print. Raises ``CliError`` as ``check`` does, and when a server is not there."""
+    check(plan)
+    subjects = [
+        server.Subject(url.rstrip("/"), key_for(plan.key, i, len(plan.urls)), plan.model)
+        for i, url in enumerate(plan.urls)
+    ]
     turns: Figures | None = None
     if plan.turns:
         from stopway_cli.bench.turns import measure as measure_turns
 
         say("the core's turn cost: 256 running, 10,000 waiting")
         turns = measure_turns()
-        if not plan.as_json:
+        if not plan.json:
             print_turns(turns)
-    subjects = [
-        server.Subject(url.rstrip("/"), key_for(plan.keys, i, len(plan.urls)), plan.model)
-        for i, url in enumerate(plan.urls)
-    ]
     if not subjects and not plan.local:
-        if turns is None:
-            raise CliError("name a server's URL, or use --local to start a stack", Exit.USAGE)
-        if plan.as_json:
+        if plan.json:
             print(json.dumps({"turns": turns}))
         return Exit.OK
     async with AsyncExitStack() as opened:
@@ -120,7 +149,7 @@ async def run(plan: Plan) -> Exit:
         found = await measure(subjects, plan.quick)
         beside = await _simulated(subjects[0], plan) if plan.local else None
     document = to_json(subjects, found, turns, beside)
-    if plan.as_json:
+    if plan.json:
         print(json.dumps(document))
     else:
         print_servers(document)

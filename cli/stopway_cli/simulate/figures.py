@@ -80,10 +80,10 @@ def _of_priority(level: int) -> list[Shown]:
 
 
 def best_of(shown: Shown, reports: list[dict[str, Any]]) -> set[int]:
-    """Which reports are best in a figure; none when all are alike."""
-    values = [shown.value(report) for report in reports]
-    there = [value for value in values if value is not None]
-    if not shown.best or len(set(there)) < 2:
+    """Which reports are best in a figure, as it is printed; none when all are alike."""
+    values = {i: value for i, r in enumerate(reports) if (value := shown.value(r)) is not None}
+    texts = {index: shown.text(reports[index]) for index in values}
+    if not shown.best or len(set(texts.values())) < 2:
         return set()
-    best = min(there) if shown.best == "low" else max(there)
-    return {index for index, value in enumerate(values) if value == best}
+    best = (min if shown.best == "low" else max)(values, key=values.__getitem__)
+    return {index for index, text in texts.items() if text == texts[best]}

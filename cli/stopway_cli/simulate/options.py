@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stopway_core.policies import POLICIES
-from stopway_core.policy import Policy
+from stopway_cli.idle import Idle, refuse
 from stopway_core.types import Deadlines
 from stopway_sim.fleet import (
     SCENARIOS,
@@ -26,36 +25,45 @@ from stopway_sim.fleet import (
 from stopway_sim.fleet.limits import finite
 
 GROUPS, REQUESTS = 4, 1000
+COMPARED, COMPARED_REQUESTS = "cancel-storm", 2000  # by ``compare``, unless a trace is
+
+_IN_A_TRACE = (
+    *("requests", "rate", "clients", "think", "prompt", "output", "priority", "choices"),
+    *("shared", "prefixes", "prefix_tokens", "follow_ups"),
+    *("cancel", "cancel_after", "cancel_after_tokens", "disconnects"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was given; ``None``, empty or False is "not given"."""
+    """What was given, each called as its option; the default is "not given"."""
 
     scenario: str = ""
     groups: int | None = None
     split: bool = False
     cost: Path | None = None
-    cost_fields: tuple[str, ...] = ()
+    cost_field: tuple[str, ...] = ()
     requests: int | None = None
     rate: float | None = None
     clients: int | None = None
-    think_s: float | None = None
+    think: float | None = None
     prompt: str = ""
     output: str = ""
     shared: float | None = None
     prefixes: int | None = None
     prefix_tokens: int | None = None
     follow_ups: float | None = None
-    priorities: tuple[str, ...] = ()
+    priority: tuple[str, ...] = ()
     choices: str = ""
     trace: Path | None = None
-    deadlines: tuple[float | None, float | None, float | None] = (None, None, None)
+    deadline_queue: float | None = None
+    deadline_first_token: float | None = None
+    deadline_total: float | None = None
     cancel: float | None = None
-    cancel_after_s: float | None = None
+    cancel_after: float | None = None
     cancel_after_tokens: float | None = None
     disconnects: float | None = None
-    storms: tuple[str, ...] = ()
+    storm: tuple[str, ...] = ()
     lose_rank: tuple[str, ...] = ()
     redis_down: tuple[str, ...] = ()
     host_loads: str = ""
@@ -73,36 +81,83 @@ class Plan:
     trace: list[Spec] | None
 
 
+def compared(options: Options) -> Options:
+    """What ``compare`` takes where nothing else is given."""
+    if options.trace is not None:
+        return options
+    requests = COMPARED_REQUESTS if options.requests is None else options.requests
+    return replace(options, scenario=options.scenario or COMPARED, requests=requests)
+
+
 def plan(options: Options) -> Plan:
-    """Read the files and check everything. Raises ``FleetError`` that says what to change."""
+    """Read the files and check everything.
+
+    Raises ``FleetError`` that says what to change, and ``CliError`` for options without effect.
+    """
     name, about = options.scenario or "custom", "as given on the command line"
     groups = GROUPS if options.groups is None else options.groups
     requests = REQUESTS if options.requests is None else options.requests
     fleet, workload = FleetConfig(groups=groups), Workload(requests=requests)
     if options.scenario:
-        scenario = SCENARIOS.get(options.scenario)
-        if scenario is None:
-            raise FleetError(
-                f"{options.scenario!r} is no scenario; choose one of {', '.join(SCENARIOS)}"
-            )
+        scenario = SCENARIOS[options.scenario]
         about = scenario.about
         fleet, workload = scenario.plan(groups, requests)
     fleet = replace(fleet, **_fleet(options, fleet))
-    workload = replace(workload, **_workload(options, workload))
     trace: list[Spec] | None = None
     if options.trace is not None:
         lines = _text(options.trace).splitlines()
         trace = read_trace(lines, options.trace.name, fleet.cost.max_model_len)
+        workload = replace(workload, storms=_over(trace, workload))
         name, about = options.trace.name, "arrivals and cancels of a file"
+        if options.scenario:
+            name = f"{name} with {options.scenario}"
+            about += ", with the storms, host loads, split and costs of the scenario"
+    workload = replace(workload, **_workload(options, workload))
+    refuse(options, _idle(options, workload))
     return Plan(name, about, fleet, workload, trace)
 
 
-def policy_named(name: str) -> Policy:
-    """Raises ``FleetError`` for a name that is none."""
-    policy = POLICIES.get(name)
-    if policy is None:
-        raise FleetError(f"{name!r} is no policy; choose one of {', '.join(POLICIES)}")
-    return policy
+def _over(trace: list[Spec], workload: Workload) -> tuple[Storm, ...]:
+    """A scenario's storms, at the same parts of the time in which requests arrive."""
+    scale = trace[-1].arrival_s * workload.rate / workload.requests
+    return tuple(Storm(storm.at_s * scale, storm.share) for storm in workload.storms)
+
+
+def _idle(options: Options, workload: Workload) -> list[tuple[bool, Idle]]:
+    """Which options nothing reads, and whether that is so in this workload."""
+    calm, by_tokens = not workload.cancels.share, workload.cancels.after_tokens is not None
+    return [
+        (
+            options.trace is not None,
+            Idle(_IN_A_TRACE, "with --trace", "the file says who asks for what, and who cancels"),
+        ),
+        (
+            workload.clients > 0,
+            Idle(("rate",), "with --clients", "each asks again when it has its answer"),
+        ),
+        (
+            not workload.clients,
+            Idle(("think",), "without --clients", "arrivals wait for no answer"),
+        ),
+        (
+            not workload.shared,
+            Idle(("prefixes", "prefix_tokens"), "without --shared", "no prompts share a prefix"),
+        ),
+        (
+            calm,
+            Idle(
+                ("cancel_after", "cancel_after_tokens"), "without --cancel", "nobody gives up alone"
+            ),
+        ),
+        (
+            by_tokens,
+            Idle(("cancel_after",), "with --cancel-after-tokens", "that says when"),
+        ),
+        (
+            calm and not workload.storms,
+            Idle(("disconnects",), "without --cancel or --storm", "nobody gives up"),
+        ),
+    ]
 
 
 def _given(**values: Any) -> dict[str, Any]:
@@ -110,12 +165,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def _fleet(options: Options, base: FleetConfig) -> dict[str, Any]:
-    cost = base.cost
-    if options.cost is not None:
-        cost = CostModel.loads(_text(options.cost))
-    if options.cost_fields:
-        cost = CostModel.from_json({**cost.to_json(), **dict(map(_field, options.cost_fields))})
-    found: dict[str, Any] = {"cost": cost}
+    found: dict[str, Any] = {"cost": _cost(options, base.cost)}
     if options.split:
         found["split"] = True
     if options.check:
@@ -136,11 +186,22 @@ def _fleet(options: Options, base: FleetConfig) -> dict[str, Any]:
     return found
 
 
+def _cost(options: Options, base: CostModel) -> CostModel:
+    """The scenario's, but for what a file says, but for what single fields say."""
+    given: dict[str, Any] = {}
+    if options.cost is not None:
+        text = _text(options.cost)
+        CostModel.loads(text)  # says what is wrong with it
+        given = json.loads(text)
+    given.update(map(_field, options.cost_field))
+    return CostModel.from_json({**base.to_json(), **given})
+
+
 def _workload(options: Options, base: Workload) -> dict[str, Any]:
     found = _given(
         rate=options.rate,
         clients=options.clients,
-        think_s=options.think_s,
+        think_s=options.think,
         shared=options.shared,
         prefixes=options.prefixes,
         prefix_tokens=options.prefix_tokens,
@@ -151,22 +212,26 @@ def _workload(options: Options, base: Workload) -> dict[str, Any]:
             found[name] = Lengths.parse(getattr(options, name))
     cancels = _given(
         share=options.cancel,
-        after_s=options.cancel_after_s,
+        after_s=options.cancel_after,
         after_tokens=options.cancel_after_tokens,
         disconnects=options.disconnects,
     )
     if cancels:
         found["cancels"] = replace(base.cancels, **cancels)
-    if options.storms:
-        storms = [_numbers("--storm", text, "AT:SHARE") for text in options.storms]
+    if options.storm:
+        storms = [_numbers("--storm", text, "AT:SHARE") for text in options.storm]
         found["storms"] = tuple(Storm(at, share) for at, share in storms)
-    if options.priorities:
-        levels = [_numbers("--priority", text, "LEVEL:SHARE") for text in options.priorities]
+    if options.priority:
+        levels = [_numbers("--priority", text, "LEVEL:SHARE") for text in options.priority]
         found["priorities"] = tuple(
             (_whole("--priority", "LEVEL", level), share) for level, share in levels
         )
-    if any(seconds is not None for seconds in options.deadlines):
-        found["deadlines"] = Deadlines(*options.deadlines)
+    # 0 is no bound, as everywhere on the command line.
+    found["deadlines"] = Deadlines(
+        options.deadline_queue or None,
+        options.deadline_first_token or None,
+        options.deadline_total or None,
+    )
     return found
 
 
@@ -201,6 +266,8 @@ def _field(text: str) -> tuple[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FleetError(f"{path} cannot be read: {error}") from None
+        return path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
+    except OSError as error:
+        raise FleetError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise FleetError(f"{path} cannot be read: it is not UTF-8 text") from None

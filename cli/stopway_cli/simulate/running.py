@@ -32,14 +32,14 @@ def _input() -> Iterator[None]:
 async def sim(
     options: given.Options, policy: str, seed: int, processes: int, as_json: bool
 ) -> Exit:
-    """One policy. Raises ``CliError`` for an input that cannot be simulated."""
+    """One policy, by name. Raises ``CliError`` for an input that cannot be simulated."""
     with _input():
-        plan, chosen = given.plan(options), given.policy_named(policy)
-        [report] = _run(plan, [chosen], seed, processes)
+        plan = given.plan(options)
+        [report] = _run(plan, [POLICIES[policy]], seed, processes)
     if as_json:
         print(json.dumps(report.to_json()))
     else:
-        tables.one(report)
+        tables.one(report, plan.name, plan.about)
     return Exit.OK
 
 
@@ -53,8 +53,10 @@ async def compare(
 ) -> Exit:
     """Several policies on one workload. Raises ``CliError`` as ``sim`` does."""
     with _input():
-        plan = given.plan(options)
-        chosen = [given.policy_named(name) for name in dict.fromkeys(policies or POLICIES)]
+        plan = given.plan(given.compared(options))
+        chosen = [POLICIES[name] for name in dict.fromkeys(policies or POLICIES)]
+        if html is not None:
+            _write(html, "", "a")  # before minutes of work, and what it has stays until then
         reports = _run(plan, chosen, seed, processes)
     document = to_json(plan, reports)
     if html is not None:
@@ -76,11 +78,12 @@ def to_json(plan: given.Plan, reports: list[Report]) -> dict[str, Any]:
     }
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, mode: str = "w") -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
-        raise CliError(f"{path} cannot be written: {error.strerror}", Exit.FAILED) from None
+        raise CliError(f"{path} cannot be written: {error.strerror}", Exit.CONFIG) from None
 
 
 def _run(plan: given.Plan, policies: list[Policy], seed: int, processes: int) -> list[Report]:

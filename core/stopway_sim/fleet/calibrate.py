@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median, median_low
 from typing import Any, NamedTuple
 
 from stopway_core.policies import POLICIES
@@ -15,6 +15,8 @@ from stopway_sim.fleet.errors import FleetError
 from stopway_sim.fleet.limits import COUNT_MAX, is_duration
 from stopway_sim.fleet.run import simulate
 from stopway_sim.fleet.workload import Spec, Workload
+
+PAIRS_MIN = 4  # of alike steps, of equal weight: then no step decides alone what a slope is
 
 
 class _Step(NamedTuple):
@@ -37,9 +39,10 @@ def calibrate(measured: Mapping[str, Any], otherwise: CostModel | None = None) -
     Raises ``FleetError``.
 
     What context costs is found first, from steps that are equal but for their context, so that
-    nothing else matters (``_slope``); 0 where there are none. Without that, the median of equal
-    steps counts, and of prefills of similar size (up to twice each other), whose small differences
-    would make for wild slopes. Curves rise (``_rising``).
+    nothing else matters (``_slope``); 0 where there are too few, and where it would explain all
+    that a step takes. Without that, the median of equal steps counts, and of prefills of similar
+    size (up to twice each other), whose small differences would make for wild slopes. Of two values
+    the lesser counts: what disturbs a step makes it slower. Curves rise (``_rising``).
     """
     model = otherwise or CostModel()
     steps = _steps(measured.get("step_times"))
@@ -50,16 +53,14 @@ def calibrate(measured: Mapping[str, Any], otherwise: CostModel | None = None) -
             "step_times: measure steps of at least two numbers of decoding rows without prefill, "
             "and at least one with prefill tokens"
         )
-    context_s = _slope([(step.decode, step.context, step.seconds) for step in alone])
-    base, decode = _base_and_decode(alone, context_s)
-    own = [
-        step.seconds - base - curve(decode, step.decode) - context_s * step.context
-        for step in chunks
-    ]
-    sizes = [step.prefill for step in chunks]
-    pairs = [step.pairs for step in chunks]
-    pair_s = _slope(list(zip(sizes, pairs, own, strict=True)))
-    prefill = _prefill(sizes, [s - pair_s * n for s, n in zip(own, pairs, strict=True)])
+    context_s, base, decode = _decoding(alone)
+    pair_s, prefill = _prefilling(
+        chunks,
+        [
+            step.seconds - base - curve(decode, step.decode) - context_s * step.context
+            for step in chunks
+        ],
+    )
     cost = measured.get("cost", {})
     if not isinstance(cost, Mapping):
         raise FleetError("cost: the measurements' cost must be an object of the model's fields")
@@ -104,48 +105,61 @@ def _step(index: int, found: Any) -> _Step:
     return step
 
 
-def _base_and_decode(alone: Sequence[_Step], context_s: float) -> tuple[float, Points]:
-    """Of decoding steps: the base is where the line through the least two numbers begins."""
+def _decoding(alone: Sequence[_Step]) -> tuple[float, float, Points]:
+    """Seconds for a token of context, the base, and the curve of rows, of decoding steps.
+
+    The base is where the line through the curve's first two points begins.
+    """
+    context_s = _slope([(step.decode, step.context, step.seconds) for step in alone])
+    points = _by_rows(alone, context_s)
+    if not points[0][1]:
+        context_s, points = 0.0, _by_rows(alone, 0.0)
+    (x1, y1), (x2, y2) = points[:2]
+    base = max(0.0, y1 - (y2 - y1) / (x2 - x1) * x1)
+    return context_s, base, tuple((rows, s - base) for rows, s in points)
+
+
+def _by_rows(alone: Sequence[_Step], context_s: float) -> Points:
+    """What decoding steps take without their context, by their rows."""
     rows: dict[int, list[float]] = {}
     for step in alone:
         rows.setdefault(step.decode, []).append(step.seconds - context_s * step.context)
-    medians = {count: median(found) for count, found in sorted(rows.items())}
-    if min(medians.values()) <= 0:
-        raise FleetError(
-            "step_times: longer contexts would explain all that a step takes; measure steps of "
-            "the same decoding rows with more, and more different, contexts"
-        )
-    (x1, y1), (x2, y2) = list(medians.items())[:2]
-    base = min(y1, max(0.0, y1 - (y2 - y1) / (x2 - x1) * x1))
-    return base, _rising({count: [s - base for s in found] for count, found in rows.items()})
+    return _rising(rows)
 
 
-def _prefill(sizes: Sequence[int], seconds: Sequence[float]) -> Points:
-    """Of chunks, in tokens, and what each took of its step for itself."""
-    similar: dict[int, list[tuple[int, float]]] = {}
-    for size, s in zip(sizes, seconds, strict=True):
-        similar.setdefault(size.bit_length(), []).append((size, s))
-    points = _rising(
-        {
-            round(median(size for size, _ in found)): [s for _, s in found]
-            for found in similar.values()
-        }
-    )
+def _prefilling(chunks: Sequence[_Step], own: Sequence[float]) -> tuple[float, Points]:
+    """Seconds for a pair, and the curve of tokens; ``own`` is what a chunk took of its step."""
+    pair_s = _slope([(step.prefill, step.pairs, s) for step, s in zip(chunks, own, strict=True)])
+    points = _by_size(chunks, own, pair_s)
+    if not points[-1][1]:
+        pair_s, points = 0.0, _by_size(chunks, own, 0.0)
     if not points[-1][1]:
         raise FleetError(
-            "step_times: prefill tokens would take no time; measure steps of prefill alone, of "
-            "several sizes, and with more different contexts"
+            "step_times: steps with prefill tokens take no longer than steps without; measure more "
+            "of both, and prefills of several sizes alone"
         )
-    return points
+    return pair_s, points
+
+
+def _by_size(chunks: Sequence[_Step], own: Sequence[float], pair_s: float) -> Points:
+    """What chunks take without the tokens before them, by their own tokens."""
+    similar: dict[int, list[tuple[int, float]]] = {}
+    for step, s in zip(chunks, own, strict=True):
+        found = similar.setdefault(step.prefill.bit_length(), [])
+        found.append((step.prefill, s - pair_s * step.pairs))
+    return _rising(
+        {median_low(size for size, _ in found): [s for _, s in found] for found in similar.values()}
+    )
 
 
 def _slope(steps: Sequence[tuple[int, int, float]]) -> float:
-    """How much a value rises with x, of (group, x, value); never below 0.
+    """How much a value rises with x, of (group, x, value); never below 0, and 0 of too few.
 
     Theil's incomplete method in each group of alike steps whose greatest x is at least twice its
     least: by x, each of the lower half with its counterpart in the upper one; of all these slopes
     the median, weighted by the distances in x (Jaeckel). So it stands up to steps that something
-    else made slow, up to a quarter of all, and near points count for little.
+    else made slow, up to a quarter of all, and near points count for little. A group counts when
+    its pairs weigh as much as ``PAIRS_MIN`` of its heaviest.
     """
     groups: dict[int, list[tuple[int, float]]] = {}
     for group, x, value in steps:
@@ -156,9 +170,14 @@ def _slope(steps: Sequence[tuple[int, int, float]]) -> float:
         if points[-1][0] < 2 * max(1, points[0][0]):
             continue
         upper = (len(points) + 1) // 2
-        for (x1, y1), (x2, y2) in zip(points, points[upper:], strict=False):
-            if x2 > x1:
-                slopes.append(((y2 - y1) / (x2 - x1), x2 - x1))
+        found = [
+            ((y2 - y1) / (x2 - x1), x2 - x1)
+            for (x1, y1), (x2, y2) in zip(points, points[upper:], strict=False)
+            if x2 > x1
+        ]
+        weights = [weight for _, weight in found]
+        if sum(weights) >= PAIRS_MIN * max(weights, default=1):
+            slopes += found
     half = sum(weight for _, weight in slopes) / 2
     for slope, weight in sorted(slopes):
         half -= weight
@@ -168,14 +187,14 @@ def _slope(steps: Sequence[tuple[int, int, float]]) -> float:
 
 
 def _rising(points: Mapping[int, Sequence[float]]) -> Points:
-    """By amount, the median of its values: noise must not make more work cheaper.
+    """By amount, the (lower) median of its values: noise must not make more work cheaper.
 
     Where it would, neighbours have their mean, by how many values each has (pool adjacent
     violators); none is below 0.
     """
     pools: list[tuple[float, int, list[int]]] = []  # (seconds, values, amounts)
     for amount, values in sorted(points.items()):
-        seconds, count, amounts = median(values), len(values), [amount]
+        seconds, count, amounts = median_low(values), len(values), [amount]
         while pools and pools[-1][0] > seconds:
             before, n, earlier = pools.pop()
             seconds = (before * n + seconds * count) / (n + count)

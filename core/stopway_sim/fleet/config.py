@@ -8,7 +8,7 @@ from stopway_core.policies import POLICIES
 from stopway_core.policy import Policy
 from stopway_sim.fleet.cost import CostModel
 from stopway_sim.fleet.errors import FleetError
-from stopway_sim.fleet.limits import is_duration
+from stopway_sim.fleet.limits import SECONDS_MAX, is_duration
 
 HOST_LOADS_PER_S_MAX = 10_000.0
 DISPATCH_WAIT_S = 10.0  # a gateway waits so long for a ready group
@@ -58,6 +58,10 @@ class FleetConfig:
             raise FleetError(f"a fleet of {self.groups} groups; give at least 1")
         if self.checked < 0:
             raise FleetError(f"{self.checked} groups to check; give 0 or more")
+        if self.checked > self.groups:
+            raise FleetError(
+                f"{self.checked} groups to check; give at most {self.groups}, as there are"
+            )
         if self.split and self.groups % 2:
             raise FleetError(f"a split fleet is made of pairs; {self.groups} groups is odd")
         longest = -(-self.cost.max_model_len // self.cost.block_size)
@@ -74,19 +78,31 @@ class FleetConfig:
                 f"host loads: 0 to {HOST_LOADS_PER_S_MAX:g} a second, of 1 block or more, for 0 s "
                 "or more"
             )
+        self._check_faults()
+
+    @property
+    def cells(self) -> int:
+        """Independent parts: groups, or pairs of them."""
+        return self.groups // 2 if self.split else self.groups
+
+    def _check_faults(self) -> None:
         for fault in self.faults:
             if not 0 <= fault.group < self.groups:
                 raise FleetError(
                     f"a rank of group {fault.group} is to be lost; groups are 0 to "
                     f"{self.groups - 1}"
                 )
-            if not is_duration(fault.at_s) or not fault.down_s or not is_duration(fault.down_s):
-                raise FleetError("a rank is lost at 0 s or later, and for longer than 0 s")
+            if not is_duration(fault.at_s):
+                raise FleetError(
+                    f"a lost rank's AT is {fault.at_s:g}; give 0 to {SECONDS_MAX:g} seconds"
+                )
+            if not fault.down_s or not is_duration(fault.down_s):
+                raise FleetError(
+                    f"a lost rank's DOWN_S is {fault.down_s:g}; give more than 0, at most "
+                    f"{SECONDS_MAX:g}"
+                )
         for start, end in self.redis_down:
             if not 0 <= start < end:
-                raise FleetError(f"Redis is down from {start} to {end}: give a time after it")
-
-    @property
-    def cells(self) -> int:
-        """Independent parts: groups, or pairs of them."""
-        return self.groups // 2 if self.split else self.groups
+                raise FleetError(
+                    f"Redis is down {start:g}:{end:g}: TO must be after FROM, and FROM 0 or more"
+                )

@@ -9,7 +9,7 @@ from stopway_sim.fleet.errors import FleetError
 
 SECONDS_MAX = 1e9  # some thirty years: no sum of such times is infinite
 COUNT_MAX = 1 << 24  # of whatever is held in memory one by one
-CHOICES_MAX = 64  # of one request
+CHOICES_MAX = 64  # of one request; a gateway's own bound is a setting, 16 by default
 PRIORITY_MAX = 100  # and -100 is the least, as gateways have it
 
 

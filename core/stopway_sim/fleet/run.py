@@ -98,7 +98,7 @@ def run_cell(
 def _check_split(config: FleetConfig, workload: Workload, trace: Sequence[Spec] | None) -> None:
     one = workload.one_choice if trace is None else all(spec.choices == 1 for spec in trace)
     if config.split and not one:
-        raise FleetError("a transfer from prefill to decode is of one choice; give 1 a request")
+        raise FleetError("with --split every request has 1 choice: a transfer is of one")
 
 
 def _check(tally: Tally, total: int) -> None:

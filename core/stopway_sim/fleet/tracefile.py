@@ -53,12 +53,14 @@ def _rows(lines: Iterable[str], name: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _check_header(name: str, columns: list[str]) -> None:
-    missing = [column for column in REQUIRED if column not in columns]
-    unknown = [column for column in columns if column not in REQUIRED + OPTIONAL]
-    if missing or unknown or len(set(columns)) != len(columns):
-        what = f"no column {missing[0]!r}" if missing else f"column {(unknown or columns)[-1]!r}"
+    wrong = [
+        *(f"column {c!r} is unknown" for c in columns if c not in REQUIRED + OPTIONAL),
+        *(f"no column {c!r}" for c in REQUIRED if c not in columns),
+        *(f"column {c!r} is there twice" for i, c in enumerate(columns) if c in columns[:i]),
+    ]
+    if wrong:
         raise FleetError(
-            f"{name}, line 1: {what}; the header is {','.join(REQUIRED)} and, where there are "
+            f"{name}, line 1: {wrong[0]}; the header is {','.join(REQUIRED)} and, where there are "
             f"any, {','.join(OPTIONAL)}, in any order"
         )
 

@@ -16,6 +16,12 @@ from stopway_sim.fleet.limits import (
     is_duration,
 )
 
+FORMS = {  # of a distribution, and how its values are called
+    "lognormal": ("MEDIAN", "SIGMA"),
+    "uniform": ("LOW", "HIGH"),
+    "constant": ("N",),
+    "values": ("a value",),  # any number of them
+}
 SIGMA_MAX = 10.0  # its tail is far beyond any context, and far from a float's end
 _INDEX_BITS = 6  # of a choice, below CHOICES_MAX
 _DRAW, _TEXT, _PREFIX, _ARRIVAL, _PART = range(1, 6)
@@ -41,23 +47,26 @@ class Lengths:
     def parse(cls, text: str) -> Lengths:
         """Read one. Raises ``FleetError`` that says how it is written."""
         kind, _, rest = text.partition(":")
-        wanted = {"lognormal": 2, "uniform": 2, "constant": 1, "values": 0}
         try:
             values = tuple(float(v) for v in rest.replace(",", ":").split(":"))
         except ValueError:
             values = ()
-        count = wanted.get(kind, -1)
-        good = count >= 0 and values and len(values) == (count or len(values))
+        names = FORMS.get(kind, ())
+        if kind == "values":
+            names *= len(values)
+        good = values and len(values) == len(names)
         if not good or not all(0 <= v <= COUNT_MAX for v in values):
             raise FleetError(
                 f"{text!r} is no distribution of counts; write lognormal:MEDIAN:SIGMA, "
                 f"uniform:LOW:HIGH, constant:N or values:A,B,C, in numbers to {COUNT_MAX}"
             )
         if kind == "lognormal" and values[1] > SIGMA_MAX:
-            raise FleetError(f"{text!r}: SIGMA is 0 to {SIGMA_MAX:g}")
-        lengths = values[:1] if kind == "lognormal" else values
-        if min(lengths) < 1 or (kind == "uniform" and values[0] > values[1]):
-            raise FleetError(f"{text!r}: counts are 1 or more, and LOW at most HIGH")
+            raise FleetError(f"{text!r}: SIGMA is {values[1]:g}; give 0 to {SIGMA_MAX:g}")
+        for name, value in zip(names, values, strict=True):
+            if value < 1 and name != "SIGMA":
+                raise FleetError(f"{text!r}: {name} is {value:g}; give 1 or more")
+        if kind == "uniform" and values[0] > values[1]:
+            raise FleetError(f"{text!r}: LOW is more than HIGH; give the lesser one first")
         return cls(kind, values)
 
     def draw(self, random: Random, limit: int) -> int:

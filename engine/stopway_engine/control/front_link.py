@@ -145,5 +145,5 @@ def snapshot(leader: Leader) -> dict[str, Any]:
         "waiting": planner.waiting,
         "requests": requests[:1000],
         "max_batch_tokens": planner.config.max_batch_tokens,
-        "step_times": [[*shape, round(seconds, 6)] for *shape, seconds in leader.step_times],
+        "step_times": [[*step, round(seconds, 6)] for *step, seconds in leader.step_times],
     }

@@ -32,7 +32,7 @@ from stopway_engine.config import PodConfig
 from stopway_engine.control import front_link
 from stopway_engine.control.follower import result_of
 from stopway_engine.control.loop import ControlLoop, EpochEnded
-from stopway_engine.control.shape import StepShape
+from stopway_engine.control.shape import StepShape, StepTime
 from stopway_engine.exec_thread import Done, ExecThread
 from stopway_engine.grammar.compiler import GrammarCompiler
 from stopway_engine.link import Link, LinkClosed
@@ -85,7 +85,8 @@ class Leader(ControlLoop):
             self.log(
                 f"policy {policy.name}: stops, victims and recovery as there; "
                 + ("" if policy.fenced else "unlike there, ")
-                + "blocks are fenced where their use is not ordered behind the steps in flight"
+                + "blocks are fenced where their use is not ordered behind the steps in flight; "
+                "what else differs from the engine itself: docs/policies.md"
             )
         self.followers = followers
         self._rank_of = {id(link): index + 1 for index, link in enumerate(followers)}
@@ -102,7 +103,7 @@ class Leader(ControlLoop):
         self._launched: dict[int, float] = {}
         self._shapes: dict[int, StepShape] = {}  # of the steps in flight
         # Of the latest steps, to calibrate a simulation with.
-        self.step_times: deque[tuple[int, int, int, int, float]] = deque(maxlen=STEP_TIMES_MAX)
+        self.step_times: deque[StepTime] = deque(maxlen=STEP_TIMES_MAX)
         self._executed_at = 0.0
         self._load: dict[str, int] = {}
         self._mode = Mode.RUNNING  # as the front was last told
@@ -251,6 +252,11 @@ class Leader(ControlLoop):
 
     def on_tick(self, mono: float) -> None:
         if not self.serving:
+            return
+        if self._final_at is not None:
+            # The followers have been sent home. What comes now, nobody is left to do; the end of
+            # this epoch answers for it.
+            self._leave(mono)
             return
         if self._front is None and mono >= self._front_at:
             self._connect_front(mono)

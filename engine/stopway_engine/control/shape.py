@@ -7,11 +7,18 @@ from dataclasses import dataclass
 from stopway_core.turn import Launch
 from stopway_core.types import StepWork
 
+StepTime = tuple[int, int, int, int, int, float]
+"""(step, decode, prefill, context, pairs, seconds), of ``StepShape``: an entry of ``step_times``.
+
+A step that may have been cut short has none: their numbers have gaps.
+"""
+
 
 @dataclass(slots=True)
 class StepShape:
     """A step's size, and whom it is for."""
 
+    step: int
     decode: int  # rows that decode, drafts included
     prefill: int  # tokens of prompts
     context: int  # tokens before the rows that decode, of all of them together
@@ -23,6 +30,7 @@ class StepShape:
         """Read a step that is being launched: one pass over its rows, not over their contexts."""
         decoding, prefill = len(launch.decode), sum(launch.counts)
         return cls(
+            step=launch.step,
             decode=launch.tokens - prefill,
             prefill=prefill,
             context=sum([row.start for row in work.rows[:decoding]]),
@@ -30,6 +38,6 @@ class StepShape:
             rids={*launch.decode, *launch.prefill},
         )
 
-    def timed(self, seconds: float) -> tuple[int, int, int, int, float]:
-        """An entry of ``step_times``: (decode, prefill, context, pairs, seconds)."""
-        return self.decode, self.prefill, self.context, self.pairs, seconds
+    def timed(self, seconds: float) -> StepTime:
+        """With what it took."""
+        return self.step, self.decode, self.prefill, self.context, self.pairs, seconds

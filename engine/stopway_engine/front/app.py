@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -126,10 +127,7 @@ class FrontApp:
                 elif message["type"] == "stop":
                     self._stop(message["stop"])
                 elif message["type"] == "mode":
-                    said_at = message.get("said_at")
-                    self._hub.mode.say(
-                        Mode(message["mode"]), None if said_at is None else float(said_at)
-                    )
+                    self._hub.mode.say(Mode(message["mode"]), _moment(message.get("said_at")))
         except (WebSocketDisconnect, RuntimeError):
             return
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -150,3 +148,13 @@ class FrontApp:
                     "param": None,
                 }
             )
+
+
+def _moment(value: Any) -> float | None:
+    """Unix seconds. Raises ``ValueError`` for what is no time, ``TypeError`` for no number."""
+    if value is None:
+        return None
+    seconds = float(value)
+    if not math.isfinite(seconds):
+        raise ValueError(f"{value} is not a time")
+    return seconds

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from stopway_core.types import Stop, covers
+from stopway_core.admission import REFUSE_DRAIN
+from stopway_core.types import Reason, Stop, covers
 from stopway_engine.front.requests import Rejected
 
 CHECKERS = 2  # threads; each waits for a process that compiles
@@ -88,6 +89,13 @@ class GrammarChecks:
         for check in self._open.values():
             if check.lease == lease:
                 _reject(check)
+
+    def drain(self) -> None:
+        """Reject all: the group leaves, and another may check and take them."""
+        for check in self._open.values():
+            if not check.verdict.done():
+                refused = Rejected(REFUSE_DRAIN, status=503, code=Reason.DRAIN, param=None)
+                check.verdict.set_exception(refused)
 
     def _leave(self, check: _Check) -> None:
         line = self._lines.get(check.tenant)

@@ -216,6 +216,7 @@ class Hub:
             self.mode.leader_says(Mode(body["mode"]), first="hello" in body)
         if "draining" in body:
             self._draining = True
+            self._preparation.checks.drain()
             self._tell_all({"type": "draining", "seconds": body["draining"]})
         if "ledger" in body:
             future = self._ledgers.get(body["ledger"])

@@ -8,6 +8,8 @@ from typing import Any
 
 from stopway_core.events import Mode
 
+LONG_AGO = 1.0  # Unix seconds: any word whose age is known is newer
+
 
 class GroupMode:
     """An admin's word outlives what it was said to.
@@ -35,14 +37,18 @@ class GroupMode:
 
     def say(self, mode: Mode, said_at: float | None = None) -> None:
         """An admin's word, or (with ``said_at``) a gateway's reminder of an earlier one."""
+        fresh = said_at is None
         if said_at is None:
             # After all others, also those of a front whose clock was ahead.
             said_at = max(time.time(), self._said_at + 1e-3)
         elif said_at <= self._said_at:
             return
+        # A leader that is told to abort once more would end what has come since.
+        is_news = fresh or mode is not self._wanted
         self._wanted, self._said_at = mode, said_at
         self._tell()
-        self._tell_leader({"mode": mode})
+        if is_news:
+            self._tell_leader({"mode": mode})
 
     def leader_came(self) -> None:
         """A leader is there, and has not been sent anything."""
@@ -55,7 +61,10 @@ class GroupMode:
             return  # it had not been told yet when it said so: its answer comes
         self._in_force = mode
         if self._wanted is None:
-            self._wanted = mode  # this front is younger than its leader
+            # This front is younger than its leader. That somebody paused it is a word; that it
+            # runs may be for want of a reminder.
+            self._wanted = mode
+            self._said_at = 0.0 if mode is Mode.RUNNING else LONG_AGO
         self._tell()
 
     def _tell(self) -> None:

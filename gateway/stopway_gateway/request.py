@@ -66,6 +66,9 @@ class Trace:
     links: tuple[tuple[str, str], ...] = ()
 
 
+_STOPS = frozenset({Reason.CLIENT_CANCEL, Reason.CLIENT_DISCONNECT, Reason.ADMIN})
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A leader's 4xx or 5xx: nothing was computed."""
@@ -137,8 +140,13 @@ class Request:
         self._wake.set()
 
     def on_refused(self, refusal: Refusal) -> None:
-        """The leader will not have it. Of one that was stopped before, that is no news."""
+        """The leader will not have it. Of one that was stopped before, that is no news.
+
+        A stop may have met it on its way to the leader, before this gateway has heard of it.
+        """
         self.refused = True
+        if refusal.code in _STOPS:
+            self.cut_by(refusal.reason)
         if self.cut is not None:
             self.settle(self.cut)
             return

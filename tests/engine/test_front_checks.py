@@ -151,7 +151,9 @@ async def test_nobody_checks_the_grammar_of_one_who_has_left(
     await asyncio.gather(*tasks)  # although no check has ended
     go_on.set()
     assert len(checked) <= CHECKERS and not engine.submits
-    assert {message["uid"] for message in session.of("refused")} == set(uids)
+    refused = session.of("refused")
+    assert {message["uid"] for message in refused} == set(uids)
+    assert {message["code"] for message in refused} == {"client_disconnect"}
 
 
 @pytest.mark.parametrize(

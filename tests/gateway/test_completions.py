@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from .conftest import BODIES, Stack, chat, completion, events_of
 from .leader import Leader, Plan
 
@@ -81,6 +83,22 @@ async def test_models_and_unknown_model(stack: Stack) -> None:
     ):
         assert reply.status_code == 404
         assert reply.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("reason", ["client_cancel", "admin"])
+async def test_one_that_was_stopped_before_its_leader_had_it_has_no_error(
+    stack: Stack, leader: Leader, reason: str
+) -> None:
+    """Its front had the stop, from another gateway, before this one."""
+    leader.plan = Plan(refuse={"status": 409, "message": "no", "code": reason, "param": None})
+    for route, make_body in BODIES.items():
+        reply = await stack.client.post(route, json=make_body())
+        assert reply.status_code == 200
+        (choice,) = reply.json()["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", reason)
+        found = await stack.client.get(f"/v1/requests/{reply.headers['x-request-id']}")
+        assert (found.json()["outcome"], found.json()["reason"]) == ("stopped", reason)
+    await stack.quiet()
 
 
 async def test_refusal_keeps_its_status(stack: Stack, leader: Leader) -> None:

@@ -82,13 +82,13 @@ class GrammarChecks:
         """Reject those that a stop is aimed at: nobody waits for them now."""
         for check in self._open.values():
             if check.is_meant_by(stop):
-                _reject(check)
+                _reject(check, stop.reason)
 
     def lose(self, lease: str) -> None:
         """Reject all that came on one session."""
         for check in self._open.values():
             if check.lease == lease:
-                _reject(check)
+                _reject(check, Reason.CLIENT_DISCONNECT)
 
     def drain(self) -> None:
         """Reject all: the group leaves, and another may check and take them."""
@@ -129,7 +129,7 @@ class GrammarChecks:
         self._start()
 
 
-def _reject(check: _Check) -> None:
+def _reject(check: _Check, reason: Reason) -> None:
     if not check.verdict.done():
         message = "the request was stopped before its grammar was checked"
-        check.verdict.set_exception(Rejected(message, code="stopped", param="response_format"))
+        check.verdict.set_exception(Rejected(message, status=409, code=reason, param=None))

@@ -165,6 +165,11 @@ class Service:
         groups = self.status.get("groups", ())
         return {g["name"]: int(g.get("epoch") or 0) for g in groups if g["ready"]}
 
+    def is_past(self, epoch: int) -> bool:
+        """Whether its one group is ready, in an epoch after that."""
+        found = list(self.epochs().values())
+        return len(found) == 1 and found[0] > epoch
+
     def engine_pods(self) -> list[Object]:
         instance, component = "app.kubernetes.io/instance", "app.kubernetes.io/component"
         pods = self.kubectl.pods(f"{instance}={self.name},{component}=engine")
@@ -240,11 +245,11 @@ class Service:
         with self.client() as client:
             return dict(client.get(f"/v1/requests/{uid}").json())
 
-    def modes(self) -> list[str]:
-        """The mode that is in force in each group."""
+    def is_serving(self, mode: str) -> bool:
+        """Whether the gateway is connected to an epoch of every group, and in ``mode``."""
         with self.client() as client:
             groups = client.get("/v1/groups").json()["groups"]
-        return [str(group["mode"]) for group in groups]
+        return bool(groups) and all(g["epoch"] and g["mode"] == mode for g in groups)
 
     def say_mode(self, how: str, **body: str) -> None:
         """``pause``, ``resume`` or ``drain`` every group, and wait until it is so."""

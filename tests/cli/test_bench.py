@@ -9,7 +9,7 @@ import pytest
 
 from stopway_cli.bench import calibration, command, figures, server, turns
 from stopway_cli.errors import CliError, Exit
-from stopway_sim.fleet import Figure
+from stopway_sim.fleet import CostModel, Figure
 
 
 def test_percentiles_are_nearest_rank() -> None:
@@ -123,6 +123,17 @@ async def test_a_server_without_metrics_is_probed(gateway: Any, small: None) -> 
     assert (subject.kind, subject.extras, subject.model) == ("", {}, "fake-model")
     found = await server.disconnect(subject, repeats=2, seed=0)
     assert found["method"] == "probe" and found["ms"]["n"] == 2
+
+
+def test_the_document_has_the_calibrated_cost_model_for_the_simulation() -> None:
+    cost = CostModel(tensor=2, blocks=500, decode=((1, 0.004), (8, 0.02)))
+    beside = calibration.Simulated(cost, {"8 streams": [Figure("tokens_per_s", 100.0, 110.0)]})
+    document = json.loads(json.dumps(command.to_json([], [], None, beside)))
+    assert CostModel.from_json(document["cost"]) == cost
+    (figure,) = document["simulated"]["8 streams"]
+    assert (figure["measured"], figure["simulated"]) == (100.0, 110.0)
+    without = command.to_json([], [], None)
+    assert (without["cost"], without["simulated"]) == (None, None)
 
 
 def test_the_tables_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from stopway_cli import client
@@ -25,10 +26,16 @@ LONG_PROMPTS = 2  # of six full chunks each, by default; those of one are too fe
 STAGES = ("noticed", "stopped", "reclaimed")
 
 
-async def measure(
-    subject: server.Subject, seed: int, tensor: int, pipeline: int
-) -> dict[str, list[Figure]]:
-    """Figures by workload, measured and simulated. Raises ``CliError`` without an admin's key."""
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """Figures by workload, measured and simulated; and the model that was calibrated for that."""
+
+    cost: CostModel
+    figures: dict[str, list[Figure]]
+
+
+async def measure(subject: server.Subject, seed: int, tensor: int, pipeline: int) -> Simulated:
+    """A stack beside its simulation. Raises ``CliError`` without an admin's key."""
     before = (await _ledger(subject))["step"]
     await _prompts(subject, seed + 200)
     answers, took = await server.answers_of(subject, STREAMS, TOKENS, seed)
@@ -41,10 +48,11 @@ async def measure(
     ledger = await _ledger(subject)
     cost = cost_model(ledger, before, tensor, pipeline, told.pop("noticed_ms") / 1000)
     del stops["noticed_ms"]
-    return {
+    figures = {
         f"{STREAMS} streams of {TOKENS} tokens": beside(load, cost, server.rates(answers, took)),
         f"{CANCELLED} cancelled after {CANCEL_AFTER} tokens": beside(cancels, cost, stops),
     }
+    return Simulated(cost, figures)
 
 
 def cost_model(

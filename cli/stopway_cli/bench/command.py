@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from rich.table import Table
 
 from stopway_cli import render
-from stopway_cli.bench import figures, server
+from stopway_cli.bench import calibration, figures, server
 from stopway_cli.errors import CliError, Exit
 from stopway_cli.idle import Idle, refuse
 from stopway_core.topology import EngineSettings
@@ -154,14 +154,12 @@ async def run(plan: Plan) -> Exit:
     else:
         print_servers(document)
         if beside is not None:
-            print_beside(beside)
+            print_beside(beside.figures)
     return Exit.OK
 
 
-async def _simulated(subject: server.Subject, plan: Plan) -> dict[str, list[Figure]] | None:
+async def _simulated(subject: server.Subject, plan: Plan) -> calibration.Simulated | None:
     """The local stack beside its simulation."""
-    from stopway_cli.bench import calibration
-
     say("the simulation, calibrated with this stack's steps")
     seed = int(time.time()) % 100_000 * 1000 + 40_000
     try:
@@ -188,10 +186,12 @@ def to_json(
     subjects: list[server.Subject],
     found: list[Figures],
     turns: Figures | None,
-    beside: dict[str, list[Figure]] | None = None,
+    beside: calibration.Simulated | None = None,
 ) -> Figures:
     """The one document of ``--json``."""
-    simulated = {name: [f.to_json() for f in row] for name, row in (beside or {}).items()}
+    simulated = None
+    if beside is not None:
+        simulated = {name: [f.to_json() for f in row] for name, row in beside.figures.items()}
     ratios = figures.ratios(found)
     servers = [
         {
@@ -203,7 +203,8 @@ def to_json(
         }
         for subject, own, relative in zip(subjects, found, ratios, strict=True)
     ]
-    return {"turns": turns, "servers": servers, "simulated": simulated or None}
+    cost = None if beside is None else beside.cost.to_json()
+    return {"turns": turns, "servers": servers, "simulated": simulated, "cost": cost}
 
 
 def print_turns(turns: Figures) -> None:

@@ -47,13 +47,13 @@ def figures() -> str:
     return f"{BEGIN}\n\n{tables}\n\n{END}"
 
 
-def renewed(text: str) -> str:
-    """``text`` with the figures of now."""
+def renewed(text: str, figures: str) -> str:
+    """``text`` with these figures."""
     before, rest = text.split(BEGIN)
-    return before + figures() + rest.split(END)[1]
+    return before + figures + rest.split(END)[1]
 
 
 if __name__ == "__main__":
-    text = DOCUMENT.read_text(encoding="utf-8")
-    DOCUMENT.write_text(renewed(text), encoding="utf-8")
+    found = figures()  # takes a minute, in which the text may change
+    DOCUMENT.write_text(renewed(DOCUMENT.read_text(encoding="utf-8"), found), encoding="utf-8")
     print(f"{DOCUMENT} written", file=sys.stderr)

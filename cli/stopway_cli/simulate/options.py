@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from stopway_cli.idle import Idle, refuse
-from stopway_core.types import Deadlines
 from stopway_sim.fleet import (
     SCENARIOS,
     CostModel,
@@ -226,12 +225,14 @@ def _workload(options: Options, base: Workload) -> dict[str, Any]:
         found["priorities"] = tuple(
             (_whole("--priority", "LEVEL", level), share) for level, share in levels
         )
-    # 0 is no bound, as everywhere on the command line.
-    found["deadlines"] = Deadlines(
-        options.deadline_queue or None,
-        options.deadline_first_token or None,
-        options.deadline_total or None,
+    deadlines = _given(
+        queue=options.deadline_queue,
+        first_token=options.deadline_first_token,
+        total=options.deadline_total,
     )
+    if deadlines:  # 0 is no bound, as for ``stopway up``
+        bounds = {name: seconds or None for name, seconds in deadlines.items()}
+        found["deadlines"] = replace(base.deadlines, **bounds)
     return found
 
 

@@ -18,6 +18,7 @@ from stopway_cli.simulate import page, tables
 from stopway_core.policies import POLICIES
 from stopway_core.policy import Policy
 from stopway_sim.fleet import FleetError, Report, simulate
+from stopway_sim.fleet.run import check_input
 
 
 @contextmanager
@@ -34,7 +35,7 @@ async def sim(
 ) -> Exit:
     """One policy, by name. Raises ``CliError`` for an input that cannot be simulated."""
     with _input():
-        plan = given.plan(options)
+        plan = _plan(options, seed)
         [report] = _run(plan, [POLICIES[policy]], seed, processes)
     if as_json:
         print(json.dumps(report.to_json()))
@@ -53,7 +54,7 @@ async def compare(
 ) -> Exit:
     """Several policies on one workload. Raises ``CliError`` as ``sim`` does."""
     with _input():
-        plan = given.plan(given.compared(options))
+        plan = _plan(given.compared(options), seed)
         chosen = [POLICIES[name] for name in dict.fromkeys(policies or POLICIES)]
         if html is not None:
             _write(html, "", "a")  # before minutes of work, and what it has stays until then
@@ -76,6 +77,13 @@ def to_json(plan: given.Plan, reports: list[Report]) -> dict[str, Any]:
         "cost": plan.fleet.cost.to_json(),
         "runs": [report.to_json() for report in reports],
     }
+
+
+def _plan(options: given.Options, seed: int) -> given.Plan:
+    """All that is checked before anything is simulated, or shown of it."""
+    plan = given.plan(options)
+    check_input(plan.fleet, plan.workload, seed, plan.trace)
+    return plan
 
 
 def _write(path: Path, text: str, mode: str = "w") -> None:

@@ -24,6 +24,19 @@ Progress = Callable[[int, int], None]
 """(requests done, requests in all), now and then."""
 
 
+def check_input(
+    config: FleetConfig, workload: Workload, seed: int, trace: Sequence[Spec] | None = None
+) -> None:
+    """Raises ``FleetError`` for what cannot be simulated together."""
+    if not 0 <= seed < 1 << 30:
+        raise FleetError(f"the seed is {seed}; give 0 to {(1 << 30) - 1}")
+    if trace is not None and len(trace) > COUNT_MAX:
+        raise FleetError(f"a trace of {len(trace)} requests; give at most {COUNT_MAX}")
+    one = workload.one_choice if trace is None else all(spec.choices == 1 for spec in trace)
+    if config.split and not one:
+        raise FleetError("with --split every request has 1 choice: a transfer is of one")
+
+
 def simulate(
     config: FleetConfig,
     workload: Workload,
@@ -38,9 +51,7 @@ def simulate(
     Raises ``FleetError`` for what cannot be simulated and ``SimFailure`` when the books do not
     balance at the end: a bug.
     """
-    if not 0 <= seed < 1 << 30:
-        raise FleetError(f"the seed is {seed}; give 0 to {(1 << 30) - 1}")
-    _check_split(config, workload, trace)
+    check_input(config, workload, seed, trace)
     closed = trace is None and workload.clients > 0
     if closed:
         parts: list[list[Spec]] = [[] for _ in range(config.cells)]
@@ -48,8 +59,6 @@ def simulate(
     else:
         drawer = Drawer(workload, seed, config.cost.max_model_len)
         specs = open_loop(drawer) if trace is None else trace
-        if len(specs) > COUNT_MAX:
-            raise FleetError(f"a trace of {len(specs)} requests; give at most {COUNT_MAX}")
         parts = route(config, specs)
         total = len(specs)
         workload = replace(workload, clients=0)
@@ -93,12 +102,6 @@ def run_cell(
 ) -> Tally:
     """One cell from its start to its rest."""
     return Cell(index, config, workload, seed).run(specs)
-
-
-def _check_split(config: FleetConfig, workload: Workload, trace: Sequence[Spec] | None) -> None:
-    one = workload.one_choice if trace is None else all(spec.choices == 1 for spec in trace)
-    if config.split and not one:
-        raise FleetError("with --split every request has 1 choice: a transfer is of one")
 
 
 def _check(tally: Tally, total: int) -> None:

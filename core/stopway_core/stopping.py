@@ -87,16 +87,14 @@ class Stopping:
     def _uid(self, uid: str, stop: Stop, receipt: Receipt, composing: Composing) -> list[str]:
         """Stop what goes by ``uid``; returns the uids of the choices that it found."""
         mine = [
-            choice
-            for choice in self._requests.live(uid)
-            if stop.admin or choice.submission.tenant == stop.tenant
+            choice for choice in self._requests.live(uid) if stop.reaches(choice.submission.tenant)
         ]
         for choice in mine:
             self._choice(choice, stop, receipt, composing)
         if mine:
             return [choice.uid for choice in mine]
         finished = self._requests.finished(uid)
-        if finished is not None and (stop.admin or finished[1] == stop.tenant):
+        if finished is not None and stop.reaches(finished[1]):
             receipt.matched(uid, finished[0].value)
             receipt.already += 1
             return []

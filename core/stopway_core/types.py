@@ -155,6 +155,10 @@ class Stop:
     publisher: str = ""
     sequence: int = 0  # of the publisher, so that a gap in the stream is seen
 
+    def reaches(self, tenant: str) -> bool:
+        """Whether it may stop what is ``tenant``'s."""
+        return self.admin or self.tenant == tenant
+
 
 SELECTOR_SKEW_S = 2.0  # by which the clocks of two gateways may differ
 

@@ -34,6 +34,7 @@ class Plan:
 
     chunks: list[str] | None = field(default_factory=lambda: ["Hello", " world"])
     pace_s: float = 0.0
+    prepares: bool = False  # its front has it and checks it: no leader does
     accept: bool = True  # say "accepted"
     tokens: bool = True  # after "accepted"; else it stays queued
     refuse: dict[str, Any] | None = None
@@ -234,6 +235,9 @@ class Leader:
     async def _submit(self, message: dict[str, Any]) -> None:
         job = Job(message)
         self.seen.append(job.uid)
+        if self.plan.prepares:
+            await self._note()
+            return
         self.jobs[job.uid] = job
         if job.uid in self.tombstones:
             await self._end(job, "client_cancel", "stopped")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from stopway_core.types import Target
 from stopway_gateway.stop_bus import connect
 
 from .conftest import ADMIN, Make, completion
-from .leader import Leader
+from .leader import Leader, Plan
 from .test_redis import entry, running, service_of
 
 
@@ -69,26 +68,16 @@ async def test_an_old_selector_means_nobody_who_came_after_it(
 
 
 async def test_one_that_its_front_still_prepares_is_stopped_past_redis(
-    make: Make,
-    leader: Leader,
-    redis_url: str,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Make, leader: Leader, redis_url: str, request: pytest.FixtureRequest
 ) -> None:
     """The front, which checks its grammar for seconds, reads sessions and not Redis."""
-    submitted: list[str] = []
-
-    async def submit(message: dict[str, Any]) -> None:
-        submitted.append(message["uid"])
-        await leader._note()
-
-    monkeypatch.setattr(leader, "_submit", submit)
+    leader.plan = Plan(prepares=True)
     # Nothing is sent again in this test.
     settings = {"service_uid": service_of(request), "resend_after_s": 60.0, "resend_max_s": 60.0}
     stack = await make([leader], redis_url=redis_url, **settings)
     task = asyncio.create_task(stack.client.post("/v1/completions", json=completion()))
-    await leader.wait_for(lambda: submitted)
-    cancelled = await stack.client.post(f"/v1/requests/{submitted[0]}/cancel")
+    await leader.wait_for(lambda: leader.seen)
+    cancelled = await stack.client.post(f"/v1/requests/{leader.seen[0]}/cancel")
     stop_id = cancelled.json()["stop_id"]
     await leader.wait_for(lambda: (stop_id, "session") in leader.stop_ways)
     assert (await task).json()["choices"][0]["stop_reason"] == "client_cancel"

@@ -197,26 +197,20 @@ async def test_priority_is_bounded_and_below_zero_for_admins(stack: Stack, leade
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_that_is_stopped_while_its_grammar_is_checked_was_stopped(
-    stack: Stack, leader: Leader, monkeypatch: pytest.MonkeyPatch, stream: bool
+    stack: Stack, leader: Leader, stream: bool
 ) -> None:
     """The front refuses it then: no leader ever has it, and the stop has nothing to wait for."""
-    submitted: list[str] = []
-
-    async def submit(message: dict[str, Any]) -> None:
-        submitted.append(message["uid"])
-        await leader._note()
-
-    monkeypatch.setattr(leader, "_submit", submit)
+    leader.plan = Plan(prepares=True)
     body = completion(structured_outputs={"regex": "a"}, stream=stream)
     task = asyncio.create_task(stack.client.post("/v1/completions", json=body))
-    await leader.wait_for(lambda: submitted)
-    (uid,) = submitted
+    await leader.wait_for(lambda: leader.seen)
+    (uid,) = leader.seen
     cancel = asyncio.create_task(
         stack.client.post(f"/v1/requests/{uid}/cancel?wait=reclaimed&timeout=10")
     )
     await leader.wait_for(lambda: leader.stops)
-    refusal = {"message": "stopped", "code": "stopped", "param": "response_format"}
-    await leader.send({"type": "refused", "uid": uid, "status": 400, **refusal})
+    refusal = {"message": "stopped", "code": "client_cancel", "param": None}
+    await leader.send({"type": "refused", "uid": uid, "status": 409, **refusal})
     told = (await cancel).json()
     assert (told["status"], told["outcome"], told["pending_on"]) == ("reclaimed", "stopped", [])
     reply = await task

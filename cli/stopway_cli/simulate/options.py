@@ -187,13 +187,10 @@ def _fleet(options: Options, base: FleetConfig) -> dict[str, Any]:
 
 def _cost(options: Options, base: CostModel) -> CostModel:
     """The scenario's, but for what a file says, but for what single fields say."""
-    given: dict[str, Any] = {}
+    cost = base
     if options.cost is not None:
-        text = _text(options.cost)
-        CostModel.loads(text)  # says what is wrong with it
-        given = json.loads(text)
-    given.update(map(_field, options.cost_field))
-    return CostModel.from_json({**base.to_json(), **given})
+        cost = CostModel.loads(_text(options.cost), cost)
+    return CostModel.from_json(dict(map(_field, options.cost_field)), cost)
 
 
 def _workload(options: Options, base: Workload) -> dict[str, Any]:

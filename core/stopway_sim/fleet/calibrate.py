@@ -44,7 +44,6 @@ def calibrate(measured: Mapping[str, Any], otherwise: CostModel | None = None) -
     size (up to twice each other), whose small differences would make for wild slopes. Of two values
     the lesser counts: what disturbs a step makes it slower. Curves rise (``_rising``).
     """
-    model = otherwise or CostModel()
     steps = _steps(measured.get("step_times"))
     alone = [step for step in steps if step.decode and not step.prefill]
     chunks = [step for step in steps if step.prefill]
@@ -71,7 +70,7 @@ def calibrate(measured: Mapping[str, Any], otherwise: CostModel | None = None) -
         "context_token_s": context_s,
         "prefill_pair_s": pair_s,
     }
-    return CostModel.from_json({**model.to_json(), **cost, **found})
+    return CostModel.from_json({**cost, **found}, otherwise)
 
 
 def _steps(found: Any) -> list[_Step]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from stopway_sim.fleet.errors import FleetError
@@ -115,8 +115,8 @@ class CostModel:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: Any) -> CostModel:
-        """The model in a JSON object; what it leaves out is as by default.
+    def from_json(cls, value: Any, otherwise: CostModel | None = None) -> CostModel:
+        """The model in a JSON object; what it leaves out is as in ``otherwise``, or by default.
 
         Raises ``FleetError`` for an unknown name, a wrong type or an impossible value.
         """
@@ -129,16 +129,16 @@ class CostModel:
             if kind is None:
                 raise FleetError(f"cost: unknown field {name!r}; known are {', '.join(known)}")
             found[name] = _field(name, str(kind), given)
-        return cls(**found)
+        return replace(otherwise or cls(), **found)
 
     @classmethod
-    def loads(cls, text: str) -> CostModel:
+    def loads(cls, text: str, otherwise: CostModel | None = None) -> CostModel:
         """``from_json`` of a document's text."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise FleetError(f"cost: not JSON: {error}") from None
-        return cls.from_json(value)
+        return cls.from_json(value, otherwise)
 
 
 def _field(name: str, kind: str, given: Any) -> Any:

@@ -34,7 +34,7 @@ class _Check:
 
     def is_meant_by(self, stop: Stop) -> bool:
         """Whether ``stop`` is aimed at its request, by somebody who may."""
-        if not (stop.admin or stop.tenant == self.tenant) or not covers(stop, self.minted_at):
+        if not stop.reaches(self.tenant) or not covers(stop, self.minted_at):
             return False
         target = stop.target
         return self.uid in target.uids or target.selects(self.tenant, self.conversation)
@@ -82,20 +82,18 @@ class GrammarChecks:
         """Reject those that a stop is aimed at: nobody waits for them now."""
         for check in self._open.values():
             if check.is_meant_by(stop):
-                _reject(check, stop.reason)
+                _reject(check, _stopped(stop.reason))
 
     def lose(self, lease: str) -> None:
         """Reject all that came on one session."""
         for check in self._open.values():
             if check.lease == lease:
-                _reject(check, Reason.CLIENT_DISCONNECT)
+                _reject(check, _stopped(Reason.CLIENT_DISCONNECT))
 
     def drain(self) -> None:
         """Reject all: the group leaves, and another may check and take them."""
         for check in self._open.values():
-            if not check.verdict.done():
-                refused = Rejected(REFUSE_DRAIN, status=503, code=Reason.DRAIN, param=None)
-                check.verdict.set_exception(refused)
+            _reject(check, Rejected(REFUSE_DRAIN, status=503, code=Reason.DRAIN, param=None))
 
     def _leave(self, check: _Check) -> None:
         line = self._lines.get(check.tenant)
@@ -129,7 +127,11 @@ class GrammarChecks:
         self._start()
 
 
-def _reject(check: _Check, reason: Reason) -> None:
+def _reject(check: _Check, why: Rejected) -> None:
     if not check.verdict.done():
-        message = "the request was stopped before its grammar was checked"
-        check.verdict.set_exception(Rejected(message, status=409, code=reason, param=None))
+        check.verdict.set_exception(why)
+
+
+def _stopped(reason: Reason) -> Rejected:
+    message = "the request was stopped before its grammar was checked"
+    return Rejected(message, status=409, code=reason, param=None)

@@ -7,6 +7,7 @@ When anything is lost it leaves at once, with ``EXIT_EPOCH_ENDED``; ``supervise`
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -121,6 +122,7 @@ def _serve(pod: Link) -> int:
         loop = Follower(
             config, rank, formed.epoch, formed.blocks, pod, formed.links[0], exec_thread, compiler
         )
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from now on ``supervise`` is listened to
     loop.run()
     exec_thread.finish(1.0)
     return 0

@@ -182,16 +182,16 @@ class Supervisor:
                 await self._front.run()
 
     def _drain(self) -> None:
-        """SIGTERM: what serves drains; what does not serve yet has nothing to drain."""
+        """SIGTERM: what serves drains; what does not serve yet has nothing to drain.
+
+        Which of the two a rank is, it alone knows: what was heard of it here may be old.
+        """
         if self._draining.is_set():
             return
         self._draining.set()
         self._drain_until = time.monotonic() + self.config.drain_s + EXIT_GRACE_S
         for rank in self._ranks:
-            if rank.state in ("ready", "draining"):  # it may know by another pod of its group
-                rank.send({"drain": True})
-            else:
-                rank.kill()
+            rank.drain()
 
     async def _watchdog(self) -> None:
         """Kill what is silent, and what has not left when a drain must be over."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -60,6 +61,13 @@ async def test_a_rank_that_never_reads_is_ended(monkeypatch: pytest.MonkeyPatch)
     asyncio.get_running_loop().remove_writer(ours)
     ours.close()
     theirs.close()
+
+
+async def test_a_rank_that_hears_no_word_yet_is_ended_by_a_drain() -> None:
+    """It has only just started: no word would be read before it has met its group."""
+    rank = RankProcess(0, dict(os.environ), lambda rank, frame: None)
+    rank.drain()
+    assert await asyncio.wait_for(rank.run(), 60) == -signal.SIGTERM
 
 
 async def test_an_exit_may_be_asked_for_again() -> None:

@@ -150,9 +150,8 @@ class Leader(ControlLoop):
             raise EpochEnded(f"{link.name} sent {frame.kind.name}")
 
     def _on_progress(self, rank: int, body: dict[str, Any]) -> None:
-        if body["ready"] and not self._ready_ranks[rank]:
+        if body["ready"]:
             self._ready_ranks[rank] = True
-            self._maybe_serve()
         for stop_id, turn, at in body["noticed"]:
             self.book.noticed(rank, stop_id, turn, at)
         self.book.progress(
@@ -199,13 +198,10 @@ class Leader(ControlLoop):
 
     def on_ready(self) -> None:
         self._ready_ranks[0] = True
-        self._maybe_serve()
-
-    def _maybe_serve(self) -> None:
-        if self.serving:
-            self.tell_pod({"state": "ready", "epoch": self.epoch})
 
     def on_drain(self) -> None:
+        if not self.serving:
+            raise EpochEnded("told to drain before it served")
         if not self._draining:
             self._draining = True
             self._events.append(DrainStarted(self.now() + self.config.drain_s))

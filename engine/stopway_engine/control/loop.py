@@ -62,6 +62,7 @@ class ControlLoop:
         self._spans: list[Span] = []
         self._beat_every = max(0.05, config.peer_loss_s / 10)
         self._beat_at = 0.0
+        self._told = ""  # the state that ``supervise`` was last told
         self._closing = False
         self.selector = selectors.DefaultSelector()
         self.selector.register(exec_thread.fileno(), selectors.EVENT_READ, exec_thread)
@@ -172,9 +173,12 @@ class ControlLoop:
                 f"rank {self.rank}: a step has run for {mono - started:.0f} s, longer than "
                 f"step_timeout_s = {self.config.step_timeout_s:g}"
             )
-        if mono >= self._beat_at:
+        beat = mono >= self._beat_at
+        if beat or self.state != self._told:
+            self._told = self.state
+            self.tell_pod({"state": self._told, "epoch": self.epoch})
+        if beat:
             self._beat_at = mono + self._beat_every
-            self.tell_pod({"state": self.state, "epoch": self.epoch})
             self.on_beat(mono)
         overdue = self.stops.overdue(mono)
         if overdue:
@@ -237,6 +241,7 @@ class ControlLoop:
         raise NotImplementedError
 
     def on_drain(self) -> None:
+        """This pod is to end. Raises ``EpochEnded`` when the group serves nothing to drain."""
         raise NotImplementedError
 
     def on_beat(self, mono: float) -> None:

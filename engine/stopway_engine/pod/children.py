@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -70,6 +71,15 @@ class RankProcess:
             return
         self._flush()
 
+    def drain(self) -> None:
+        """Tell the rank to end what it serves and to leave.
+
+        The word is read by a rank that has met its group; the signal ends one that has not, which
+        is deaf to words (it imports, or waits for the others), and is ignored by one that has.
+        """
+        self.send({"drain": True})
+        self._signal(signal.SIGTERM)
+
     def _flush(self) -> None:
         loop = asyncio.get_running_loop()
         try:
@@ -84,9 +94,12 @@ class RankProcess:
 
     def kill(self) -> None:
         """End it at once (a stopped process, too)."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                self._process.send_signal(number)
 
 
 class FrontProcess:

@@ -47,6 +47,17 @@ def uid_gateway(uid: str) -> str:
     return parts[2] if len(parts) == 4 and parts[0] == "req" else ""
 
 
+def publisher_id(gateway: str, entropy: str) -> str:
+    """One life of a gateway, as its stops are numbered by; no part may contain ``-``."""
+    return f"{gateway}-{entropy}"
+
+
+def publisher_gateway(publisher: str) -> str:
+    """The gateway of a publisher of stops, or an empty string when it has another shape."""
+    parts = publisher.split("-")
+    return parts[0] if len(parts) == 2 else ""
+
+
 def child_uid(uid: str, index: int) -> str:
     """The uid of one choice of a request with ``n`` > 1."""
     return f"{uid}.{index}"

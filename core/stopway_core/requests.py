@@ -194,7 +194,9 @@ class RequestTable:
         """The living choices that a selector covers, oldest first."""
         for choice in list(self.by_key.values()):
             submission = choice.submission
-            if not stop.reaches(submission.tenant) or not covers(stop, submission.minted_at):
+            if not stop.reaches(submission.tenant):
+                continue
+            if not covers(stop, submission.uid, submission.minted_at):
                 continue
             if stop.target.selects(submission.tenant, submission.conversation):
                 yield choice

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from stopway_core import names
+
 
 class Reason(StrEnum):
     """Why a request ended. Closed: every end of every request has exactly one of these."""
@@ -163,13 +165,16 @@ class Stop:
 SELECTOR_SKEW_S = 2.0  # by which the clocks of two gateways may differ
 
 
-def covers(stop: Stop, minted_at: float) -> bool:
-    """Whether a stop can mean a request that was minted at ``minted_at``: a name means it whenever.
+def covers(stop: Stop, uid: str, minted_at: float) -> bool:
+    """Whether a stop can mean a request by when it was minted: a name means it whenever.
 
-    A selector means what is there when it is issued; kept and sent again later, it must not find
-    others.
+    A selector means what is there when it is issued; kept, late or sent again, it must not find
+    others. By one gateway's clock that is exact.
     """
-    return bool(stop.target.uids) or minted_at <= stop.issued_at + SELECTOR_SKEW_S
+    if stop.target.uids:
+        return True
+    one_clock = names.uid_gateway(uid) == names.publisher_gateway(stop.publisher) != ""
+    return minted_at <= stop.issued_at + (0.0 if one_clock else SELECTOR_SKEW_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from typing import Any
 from stopway_core.admission import tightest
 from stopway_core.events import Ended, Event, Mode, StopSignal
 from stopway_core.lifecycle import State
+from stopway_core.names import child_uid
 from stopway_core.planner import Planned
 from stopway_core.policy import Effect, Effects
 from stopway_core.turn import Admit, Sampled
@@ -30,14 +31,21 @@ from stopway_sim.places import Place, place_of
 from stopway_sim.sampling import parse
 
 
-def covers(stop: Stop, submission: Submission) -> bool:
-    """Whether a stop is aimed at a request, or at a choice of it, by somebody who may."""
+def covers(stop: Stop, submission: Submission, index: int) -> bool:
+    """Whether a stop is aimed at a choice of a request, by somebody who may.
+
+    A selector does not mean what was made after it, as far as clocks can tell.
+    """
     target = stop.target
     if not (stop.admin or stop.tenant == submission.tenant):
         return False
+    if not {submission.uid, child_uid(submission.uid, index)}.isdisjoint(target.uids):
+        return True
+    same_clock = stop.publisher.split("-")[0] == submission.gateway
+    if submission.minted_at > stop.issued_at + (0.0 if same_clock else 2.0):
+        return False
     return (
         target.everything
-        or submission.uid in target.uids
         or (target.tenant != "" and target.tenant == submission.tenant)
         or (target.conversation != "" and target.conversation == submission.conversation)
     )
@@ -121,7 +129,7 @@ class Truth:
             if isinstance(event, StopSignal) and event.stop.stop_id not in self._stops:
                 stop = self._stops[event.stop.stop_id] = event.stop
                 for watched in self.by_key.values():
-                    if watched.ended is None and covers(stop, watched.submission):
+                    if watched.ended is None and covers(stop, watched.submission, watched.index):
                         self._must_end.append((watched, stop))
         planner = self.group.planner
         stale = planner.config.policy.delivers_preempted
@@ -168,13 +176,13 @@ class Truth:
         """A stop takes effect in its turn, on whoever is there and whoever comes later."""
         for watched, signal in self._must_end:
             require(watched.ended is not None, f"{signal} ended nothing of {watched.submission}")
+        named = [signal for signal in self._stops.values() if signal.target.uids]
         for accepted in planned.outputs.accepted:
-            for signal in self._stops.values():
-                if accepted.uid in signal.target.uids and covers(
-                    signal, self._submissions[accepted.uid]
-                ):
-                    alive = [key for key in accepted.keys if self.by_key[key].ended is None]
-                    require(not alive, f"{accepted.uid} lives although {signal} came before it")
+            for watched in (self.by_key[key] for key in accepted.keys):
+                for signal in named:
+                    meant = covers(signal, watched.submission, watched.index)
+                    lives = meant and watched.ended is None
+                    require(not lives, f"{watched.name} lives although {signal} came before it")
 
     def _result(self, result: Sampled) -> None:
         """Count what a completed step gave."""
@@ -283,6 +291,9 @@ class Truth:
             f"{watched.sampled} sampled",
         )
         self._why(watched, ended)
+        if ended.reason is Reason.CLIENT_CANCEL:
+            meant = any(covers(stop, watched.submission, watched.index) for stop in self._stops.values())
+            require(meant, f"{name}: nobody meant it")
         if ended.reason in _BY_TIME:
             limits = tightest(watched.submission.deadlines, self.group.planner.config.deadlines)
             seconds = getattr(limits, _BY_TIME[ended.reason])

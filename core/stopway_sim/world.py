@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stopway_core.events import (
     Completed,
@@ -17,6 +17,7 @@ from stopway_core.events import (
     Outputs,
     Submit,
 )
+from stopway_core.names import publisher_id
 from stopway_core.planner import Planned
 from stopway_core.types import StepResult, Submission
 from stopway_sim import scenario as scenarios
@@ -127,6 +128,7 @@ class World:
                         chooser, 10 * index + number, submission, submissions, when
                     )
                     sender = chooser.pick(self.gateways)
+                    stop = replace(stop, publisher=publisher_id(sender.name, "0"))
                     clock.at(when, lambda g=sender, s=stop: g.publish(s))  # type: ignore[misc]
         for _ in range(scenario.disconnects):
             clock.at(chooser.between(0, span), chooser.pick(self.gateways).disconnect)

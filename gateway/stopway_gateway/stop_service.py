@@ -51,7 +51,7 @@ class StopService:
         self._gaps = Gaps()
         self._keys = {"1": settings.secret.get_secret_value()}
         self._here = f"gateway:{settings.gateway_id}"
-        self._publisher_id = f"{settings.gateway_id}-{secrets.token_hex(4)}"
+        self._publisher_id = names.publisher_id(settings.gateway_id, secrets.token_hex(4))
         self._gateway_stream = names.gateway_stops_stream(settings.service_uid)
         self._receipts_stream = names.receipts_stream(settings.service_uid)
         self.resender = Resender(settings, registry, metrics)
@@ -258,7 +258,7 @@ class StopService:
         ended_here = [
             request
             for request in self._table.matching(stop.target, principal)
-            if covers(stop, request.created) and self._cut(request, stop, None)
+            if covers(stop, request.uid, request.created) and self._cut(request, stop, None)
         ]
         known = [
             request

@@ -123,10 +123,12 @@ class Rig:
         tenant: str = "t",
         admin: bool = False,
         reason: Reason = Reason.CLIENT_CANCEL,
+        publisher: str = "",
     ) -> StopSignal:
         """A stop of ``uids``, or of ``target``."""
         aim = target or Target(uids=uids)
-        return StopSignal(Stop(stop_id, aim, reason, tenant, admin, 1000.0, f"tp-{stop_id}"))
+        trace = f"tp-{stop_id}"
+        return StopSignal(Stop(stop_id, aim, reason, tenant, admin, 1000.0, trace, publisher))
 
 
 @pytest.fixture

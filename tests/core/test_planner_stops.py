@@ -206,6 +206,15 @@ def test_a_selector_covers_what_came_before_it_in_the_same_batch_only(rig: Rigs)
     assert "b" in r.planner.requests
 
 
+def test_a_late_selector_finds_nothing_that_its_own_gateway_took_after_it(rig: Rigs) -> None:
+    """By one clock it is known what came first; by two, only roughly."""
+    r = rig()
+    for uid, at in (("req-1-gw0-1", 999.0), ("req-2-gw0-2", 1001.0), ("req-3-gw1-3", 1001.0)):
+        r.turn(r.submit(uid, conversation="c", minted_at=at))
+    stop = r.stop("s", target=Target(conversation="c"), publisher="gw0-1f")
+    assert [e[0] for e in ends(r.turn(stop))] == ["req-1-gw0-1", "req-3-gw1-3"]
+
+
 def test_a_lost_lease_stops_what_came_on_it(rig: Rigs) -> None:
     r = rig(max_running=2)
     r.turn(r.submit("a", gateway="g1"), r.submit("b", gateway="g2"), r.submit("c", gateway="g1"))

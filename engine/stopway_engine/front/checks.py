@@ -34,7 +34,7 @@ class _Check:
 
     def is_meant_by(self, stop: Stop) -> bool:
         """Whether ``stop`` is aimed at its request, by somebody who may."""
-        if not stop.reaches(self.tenant) or not covers(stop, self.minted_at):
+        if not stop.reaches(self.tenant) or not covers(stop, self.uid, self.minted_at):
             return False
         target = stop.target
         return self.uid in target.uids or target.selects(self.tenant, self.conversation)

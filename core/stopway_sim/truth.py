@@ -292,7 +292,9 @@ class Truth:
         )
         self._why(watched, ended)
         if ended.reason is Reason.CLIENT_CANCEL:
-            meant = any(covers(stop, watched.submission, watched.index) for stop in self._stops.values())
+            meant = any(
+                covers(stop, watched.submission, watched.index) for stop in self._stops.values()
+            )
             require(meant, f"{name}: nobody meant it")
         if ended.reason in _BY_TIME:
             limits = tightest(watched.submission.deadlines, self.group.planner.config.deadlines)

@@ -61,7 +61,8 @@ class ControlLoop:
         )
         self._spans: list[Span] = []
         self._beat_every = max(0.05, config.peer_loss_s / 10)
-        self._beat_at = 0.0
+        self._beat_at = time.monotonic()
+        self._stood_still_s = 0.0  # by which the latest beat came too late
         self._told = ""  # the state that ``supervise`` was last told
         self._closing = False
         self.selector = selectors.DefaultSelector()
@@ -178,6 +179,8 @@ class ControlLoop:
             self._told = self.state
             self.tell_pod({"state": self._told, "epoch": self.epoch})
         if beat:
+            late_s = mono - self._beat_at
+            self._stood_still_s = late_s if late_s > self._beat_every else 0.0
             self._beat_at = mono + self._beat_every
             self.on_beat(mono)
         overdue = self.stops.overdue(mono)
@@ -186,7 +189,12 @@ class ControlLoop:
         self.on_tick(mono)
 
     def check_heard(self, link: Link, mono: float, who: str) -> None:
-        """Raise ``EpochEnded`` when ``link`` has been silent for too long."""
+        """Raise ``EpochEnded`` when ``link`` has been silent for too long, at a beat.
+
+        The time in which this process stood still, or the whole machine, does not count: nobody
+        listened, and what was said then may still be unread.
+        """
+        link.heard_at = min(mono, link.heard_at + self._stood_still_s)
         if mono - link.heard_at > self.config.peer_loss_s:
             raise EpochEnded(f"{who} has been silent for {mono - link.heard_at:.1f} s")
 

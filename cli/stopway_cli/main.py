@@ -149,7 +149,12 @@ def demo(
 
 @app.command()
 def cancel(
-    request_id: Annotated[str, typer.Argument(metavar="ID", help="The id of a request.")],
+    request_ids: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID]...", help="Ids of requests.")
+    ] = None,
+    conversation: Annotated[str, typer.Option(help="All requests of this conversation.")] = "",
+    tenant: Annotated[str, typer.Option(help="All requests of this tenant.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="All that the key reaches.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Until its blocks are reclaimed.")] = False,
     until: Annotated[str, typer.Option(help="accepted, stopped or reclaimed.")] = "",
     timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait.")] = 10.0,
@@ -157,7 +162,7 @@ def cancel(
     url: Url = "",
     key: Key = "",
 ) -> None:
-    """Stop a request and print the receipt; exit 0 once it is as far as asked."""
+    """Stop requests and print the receipt; exit 0 once it is as far as asked."""
     from stopway_cli import cancel as command
     from stopway_cli.client import find_server
 
@@ -165,7 +170,8 @@ def cancel(
     _one_of("--until", wanted, ("accepted", "stopped", "reclaimed"))
 
     async def work() -> Exit:
-        return await command.run(request_id, find_server(url, key), wanted, timeout, json)
+        target = command.target(request_ids or (), conversation, tenant, everything)
+        return await command.run(target, find_server(url, key), wanted, timeout, json)
 
     finish(work())
 

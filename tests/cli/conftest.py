@@ -115,6 +115,7 @@ class FakeGateway:
     trace_id: str = "ab" * 16
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     stops: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stop_bodies: list[dict[str, Any]] = field(default_factory=list)  # as they came
     ended: dict[str, str] = field(default_factory=dict)  # uid -> stop id
     numbers: Iterator[int] = field(default_factory=itertools.count)
     held: int = 0
@@ -173,6 +174,10 @@ class FakeGateway:
     async def requests(self, request: Request) -> Response:
         data = [{"id": uid, "status": "running", "tenant": "default"} for uid in self.running]
         return JSONResponse({"object": "list", "data": data})
+
+    async def make_stop(self, request: Request) -> Response:
+        self.stop_bodies.append(await request.json())
+        return JSONResponse(self._stop("-", "client_cancel"))
 
     async def stop(self, request: Request) -> Response:
         found = self.stops.get(request.path_params["stop_id"])
@@ -279,6 +284,7 @@ class FakeGateway:
                 Route("/v1/requests/{uid}/cancel", self.cancel, methods=["POST"]),
                 Route("/v1/requests/{uid}", self.request),
                 Route("/v1/requests", self.requests),
+                Route("/v1/stops", self.make_stop, methods=["POST"]),
                 Route("/v1/stops/{stop_id}", self.stop),
                 Route("/v1/models", self.models),
                 Route("/metrics", self.metrics),

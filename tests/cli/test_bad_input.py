@@ -101,6 +101,8 @@ def test_too_few_blocks_names_both_numbers() -> None:
         ("pause", "--mode", "softly"),
         ("cancel",),
         ("cancel", "x", "--until", "tomorrow"),
+        ("cancel", "x", "--all"),
+        ("cancel", "--conversation", "c", "--tenant", "t"),
         ("nonsense",),
     ],
 )
@@ -137,6 +139,22 @@ def test_ports_are_free_distinct_and_below_the_kernels_own() -> None:
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert len(set(found)) == 20
     assert all(1024 <= port < max(low, 32_768) for port in found)
+
+
+def test_no_port_is_given_twice_until_all_have_been(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process listens on its port seconds after it was given one."""
+    monkeypatch.setattr(ports, "_given", {})
+    monkeypatch.setattr(ports, "_SPAN", 40)
+    monkeypatch.setattr(ports, "_probe", lambda host, port: None)
+    low = ports._ephemeral_low()
+    ports.check_free("127.0.0.1", low - 1)  # a gateway's, say
+    found = [port for _ in range(13) for port in ports.free_ports(3, "127.0.0.1")]
+    assert sorted([*found, low - 1]) == list(range(low - 40, low))
+    again = ports.free_ports(40, "127.0.0.1")
+    assert again == [low - 1, *found], "those first that were given first"
+    with pytest.raises(CliError, match="only 40 of 41 ports are free"):
+        ports.free_ports(41, "127.0.0.1")
+    assert len(ports._given) == 40
 
 
 def test_an_address_of_another_machine_is_said_so() -> None:

@@ -20,6 +20,10 @@ def server_of(gateway: Any) -> Server:
     return Server(gateway.url, gateway.key)
 
 
+def one(uid: str) -> dict[str, Any]:
+    return cancel.target([uid], "", "", False)
+
+
 async def start_stream(gateway: Any, wait_until: Any) -> tuple[str, asyncio.Task[list[Any]]]:
     """(uid, the task that reads it) of a stream that runs until it is stopped."""
 
@@ -36,7 +40,7 @@ async def test_cancel_prints_the_receipt(
     gateway: Any, wait_until: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     uid, reading = await start_stream(gateway, wait_until)
-    assert await cancel.run(uid, server_of(gateway), "reclaimed", 10.0, False) is Exit.OK
+    assert await cancel.run(one(uid), server_of(gateway), "reclaimed", 10.0, False) is Exit.OK
     chunks = await reading
     assert chunks[-2]["choices"][0]["stop_reason"] == "client_cancel"
     shown = capsys.readouterr().out
@@ -47,7 +51,7 @@ async def test_cancel_as_json_and_a_wait_that_ran_out(
     gateway: Any, wait_until: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     uid, reading = await start_stream(gateway, wait_until)
-    assert await cancel.run(uid, server_of(gateway), "accepted", 10.0, True) is Exit.OK
+    assert await cancel.run(one(uid), server_of(gateway), "accepted", 10.0, True) is Exit.OK
     assert json.loads(capsys.readouterr().out)["request_ids"] == [uid]
     await reading
     assert not cancel.reached("noticed", "stopped")
@@ -55,9 +59,36 @@ async def test_cancel_as_json_and_a_wait_that_ran_out(
     assert cancel.reached("already_finished", "reclaimed")
 
 
+@pytest.mark.parametrize(
+    ("given", "target"),
+    [
+        ((["a", "b"], "", "", False), {"request_ids": ["a", "b"]}),
+        (([], "c1", "", False), {"conversation": "c1"}),
+        (([], "", "t", False), {"tenant": "t"}),
+        (([], "", "", True), {"all": True}),
+    ],
+)
+async def test_many_are_stopped_at_once(
+    gateway: Any, capsys: pytest.CaptureFixture[str], given: Any, target: dict[str, Any]
+) -> None:
+    aim = cancel.target(*given)
+    assert await cancel.run(aim, server_of(gateway), "reclaimed", 5.0, False) is Exit.OK
+    assert gateway.stop_bodies == [{**target, "wait": "reclaimed", "timeout": 5.0}]
+    assert "reclaimed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "given", [([], "", "", False), (["a"], "", "", True), ([], "c", "t", False)]
+)
+def test_a_stop_has_one_target(given: Any) -> None:
+    with pytest.raises(CliError, match="by one of") as caught:
+        cancel.target(*given)
+    assert caught.value.code is Exit.USAGE
+
+
 async def test_an_unknown_request_is_what_the_server_says(gateway: Any) -> None:
     with pytest.raises(CliError, match="404: no request nobody") as caught:
-        await cancel.run("nobody", server_of(gateway), "accepted", 10.0, False)
+        await cancel.run(one("nobody"), server_of(gateway), "accepted", 10.0, False)
     assert caught.value.code is Exit.SERVER
 
 
@@ -68,7 +99,7 @@ async def test_top_shows_requests_and_blocks_by_holder(
     gateway.held = 5
     await top.run(server_of(gateway), True, 1.0)
     shown = capsys.readouterr().out
-    await cancel.run(uid, server_of(gateway), "reclaimed", 10.0, False)
+    await cancel.run(one(uid), server_of(gateway), "reclaimed", 10.0, False)
     await reading
     assert uid in shown and "running" in shown
     rows = [line.split() for line in shown.splitlines()]
@@ -81,7 +112,7 @@ async def test_trace_of_a_stop_and_of_its_request(
     gateway: Any, wait_until: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     uid, reading = await start_stream(gateway, wait_until)
-    await cancel.run(uid, server_of(gateway), "reclaimed", 10.0, False)
+    await cancel.run(one(uid), server_of(gateway), "reclaimed", 10.0, False)
     await reading
     capsys.readouterr()
     for ident in ("stop-0", uid, gateway.trace_id):

@@ -38,7 +38,7 @@ def test_scale_up_and_down_under_load(service: Service) -> None:
         wait_for("the load goes on", lambda: len(load.ends) > served + 2, 60)
         service.kubectl("scale", "sinf/chat", "--replicas=1")
         wait_for("one group is left", lambda: len(service.engine_pods()) == 1, 90, every=1.0)
-        service.wait_ready()
+        service.wait_settled()
     load.assert_everybody_was_told()
     service.assert_idle()
 
@@ -47,12 +47,8 @@ def test_a_rollout_under_load(service: Service, cluster: Cluster) -> None:
     before = service.status["revision"]
     with Load(service) as load:
         service.patch({"podTemplate": {"image": cluster.images.engine_next}})
-        wait_for(
-            "the new revision serves",
-            lambda: service.is_ready() and service.status["revision"] != before,
-            200,
-            every=1.0,
-        )
+        service.wait_settled(200)
+        assert service.status["revision"] != before
         served = len(load.ends)
         wait_for("the load goes on", lambda: len(load.ends) > served + 2, 60)
     load.assert_everybody_was_told()
@@ -73,7 +69,7 @@ def test_case_o08_a_rollout_to_a_bad_image_and_back(service: Service, cluster: C
 
     wait_for("a condition says that the image is the matter", says_so, 90, every=1.0)
     service.patch({"podTemplate": {"image": cluster.images.engine}})
-    service.wait_ready(200)
+    service.wait_settled(200)
     assert "Paris" in service.capital()
 
 

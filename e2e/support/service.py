@@ -140,35 +140,44 @@ class Service:
             "patch", "inferenceservice", self.name, "--type=merge", "-p", json.dumps({"spec": spec})
         )
 
-    def condition(self, kind: str) -> dict[str, Any]:
-        for condition in self.status.get("conditions", ()):
-            if condition["type"] == kind:
-                return dict(condition)
-        return {}
-
-    def is_ready(self) -> bool:
-        """Ready, and about the spec that is there now."""
+    def conditions(self) -> dict[str, dict[str, Any]]:
+        """By type; none as long as they are not about the spec that is there now."""
         found = self.get()
         status = found.get("status") or {}
         if status.get("observedGeneration") != found["metadata"]["generation"]:
-            return False
-        return any(
-            c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", ())
-        )
+            return {}
+        return {condition["type"]: condition for condition in status.get("conditions", ())}
 
-    def wait_ready(self, seconds: float = READY_S) -> dict[str, Any]:
-        wait_for(f"{self.name} is Ready", self.is_ready, seconds, every=1.0)
-        return self.status
+    def is_ready(self) -> bool:
+        """Whether enough groups serve: those of the spec before count, too."""
+        return self.conditions().get("Ready", {}).get("status") == "True"
+
+    def is_settled(self) -> bool:
+        """Whether it serves as the spec wants it, and nothing of the spec before is left."""
+        found = self.conditions()
+        serves = found.get("Ready", {}).get("status") == "True"
+        return serves and found["Progressing"]["reason"] == "Settled"
+
+    def wait_ready(self) -> None:
+        wait_for(f"{self.name} is Ready", self.is_ready, READY_S, every=1.0)
+
+    def wait_settled(self, seconds: float = READY_S) -> None:
+        """After a change of the spec, which is not yet in effect when it is Ready."""
+        wait_for(f"{self.name} is as its spec wants it", self.is_settled, seconds, every=1.0)
 
     def epochs(self) -> dict[str, int]:
         """Epoch by group, of groups that are in one."""
         groups = self.status.get("groups", ())
         return {g["name"]: int(g.get("epoch") or 0) for g in groups if g["ready"]}
 
-    def is_past(self, epoch: int) -> bool:
-        """Whether its one group is ready, in an epoch after that."""
-        found = list(self.epochs().values())
-        return len(found) == 1 and found[0] > epoch
+    def epoch(self, after: int = 0) -> int:
+        """The epoch of its one group, once it is ready in one after that."""
+
+        def found() -> int:
+            (epoch,) = self.epochs().values()
+            return epoch if epoch > after else 0
+
+        return wait_for(f"its group is in an epoch after {after}", found, READY_S, every=1.0)
 
     def engine_pods(self) -> list[Object]:
         instance, component = "app.kubernetes.io/instance", "app.kubernetes.io/component"

@@ -32,14 +32,22 @@ async def epoch(api: Any) -> int:
     return int(ledgers[0].get("epoch") or 0) if ledgers else 0
 
 
-async def begins(api: Any, eventually: Any) -> int:
-    """The epoch that a test begins in."""
+async def epoch_after(api: Any, eventually: Any, before: int) -> int:
+    """The first epoch after ``before`` that is seen."""
+    seen = 0
 
     async def there() -> bool:
-        return await epoch(api) > 0
+        nonlocal seen
+        seen = await epoch(api)
+        return seen > before
 
-    await eventually(there, 60.0, "the group is in an epoch")
-    return await epoch(api)
+    await eventually(there, 60.0, f"the group is in an epoch after {before}")
+    return seen
+
+
+async def begins(api: Any, eventually: Any) -> int:
+    """The epoch that a test begins in."""
+    return await epoch_after(api, eventually, 0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -71,6 +79,7 @@ async def test_a_lost_rank_ends_its_requests_and_the_group_serves_again(
 
 async def test_a_stop_of_an_epoch_that_ends_is_resolved(api: Any, eventually: Any) -> None:
     """Its rank is frozen, so nobody can confirm it, until the epoch's end does."""
+    await begins(api, eventually)
     victim = children(api, "stopway_engine.rank")[1]
     async with api.stream(max_tokens=4000, ignore_eos=True) as stream:
         await stream.read(2)
@@ -144,15 +153,11 @@ async def test_a_pod_that_is_told_to_end_drains_and_proves_its_stops(
         return bool((await api.get(f"/v1/stops/{stop_id}"))["status"] == "reclaimed")
 
     await eventually(proved, 30.0, "what was in flight came back on every rank")
-
-    async def back() -> bool:
-        return await epoch(api) > before and await ready(api)
-
-    await eventually(back, 60.0, "the group is back")
-    (group,) = (await api.get(f"/v1/stops/{stop_id}"))["groups"]
     # By the ranks themselves: the end of their epoch would be known by the next one only, whose
     # number is when it began.
-    began = await epoch(api) / 1000
+    began = await epoch_after(api, eventually, before) / 1000
+    await eventually(lambda: ready(api), 60.0, "the group serves again")
+    (group,) = (await api.get(f"/v1/stops/{stop_id}"))["groups"]
     assert all(rank["reclaimed_at"] < began for rank in group["ranks"]), group
     await api.assert_idle()
 
@@ -177,11 +182,8 @@ async def test_a_leader_that_drains_already_is_told_again_and_not_killed(
         os.kill(leader, signal.SIGTERM)
         await asyncio.wait_for(stream.read(), 30)
     assert (stream.finish_reason, stream.stop_reason, stream.done) == ("abort", "drain", True)
-
-    async def back() -> bool:
-        return await epoch(api) > before and await ready(api)
-
-    await eventually(back, 60.0, "the group is back")
+    await epoch_after(api, eventually, before)
+    await eventually(lambda: ready(api), 60.0, "the group serves again")
     await api.assert_idle()
 
 
@@ -191,11 +193,7 @@ async def test_a_paused_group_is_paused_when_its_pods_are_new(api: Any, eventual
     assert reply.status_code == 200, reply.text
     for pid in pods(api):
         os.kill(pid, signal.SIGKILL)
-
-    async def back() -> bool:
-        return await epoch(api) > before
-
-    await eventually(back, 60.0, "the group is in a new epoch")
+    await epoch_after(api, eventually, before)
 
     async def paused() -> bool:
         (group,) = (await api.get("/v1/groups"))["groups"]
@@ -215,8 +213,8 @@ async def test_a_paused_group_is_paused_when_its_pods_are_new(api: Any, eventual
 
 
 async def test_a_killed_front_leaks_nothing(api: Any, eventually: Any) -> None:
-    (front,) = children(api, "stopway_engine.front")
     before = await begins(api, eventually)
+    (front,) = children(api, "stopway_engine.front")
     async with api.stream(max_tokens=4000, ignore_eos=True) as stream:
         await stream.read(2)
         front.kill()
@@ -224,7 +222,7 @@ async def test_a_killed_front_leaks_nothing(api: Any, eventually: Any) -> None:
     assert stream.error is not None and stream.done
     await eventually(lambda: ready(api), 60.0, "a new front serves")
     await api.assert_idle()
-    assert await epoch(api) == before, "the ranks went on in their epoch"
+    assert await begins(api, eventually) == before, "the ranks went on in their epoch"
 
 
 async def test_a_killed_gateway_leaks_nothing(api: Any, eventually: Any) -> None:

@@ -10,11 +10,18 @@ from stopway_cli.errors import CliError, Exit
 
 _SPAN = 12_000
 
+# Ports that this process has given away, in that order: nobody may listen there yet.
+_given: dict[int, None] = {}
+
 
 def check_free(host: str, port: int) -> None:
-    """Raise ``CliError`` unless a server could listen on ``host``:``port``."""
+    """Raise ``CliError`` unless a server could listen on ``host``:``port``.
+
+    Where one could, ``free_ports`` does not give that port to another one.
+    """
     try:
         _probe(host, port)
+        _give(port)
     except (PermissionError, OverflowError):
         raise CliError(
             f"port {port} may not be used by this user; choose one above 1023 with --port",
@@ -40,12 +47,16 @@ def check_free(host: str, port: int) -> None:
 def free_ports(count: int, host: str) -> list[int]:
     """``count`` different free ports below the kernel's range for outgoing connections.
 
-    So no outgoing connection can take one while its process is being restarted.
+    So no outgoing connection can take one while its process is being restarted. None is given
+    twice by this process, until all have been: then again those first that were given first.
+    Raises ``CliError`` when there are too few.
     """
     found: list[int] = []
     low = _ephemeral_low()
     candidates = range(max(1024, low - _SPAN), low)
-    for port in random.SystemRandom().sample(candidates, len(candidates)):
+    fresh = [port for port in candidates if port not in _given]
+    again = [port for port in _given if port in candidates]
+    for port in random.SystemRandom().sample(fresh, len(fresh)) + again:
         if len(found) == count:
             break
         try:
@@ -55,7 +66,14 @@ def free_ports(count: int, host: str) -> list[int]:
         found.append(port)
     if len(found) < count:
         raise CliError(f"only {len(found)} of {count} ports are free on {host}", Exit.PORT)
+    for port in found:
+        _give(port)
     return found
+
+
+def _give(port: int) -> None:
+    _given.pop(port, None)  # so that it is the last in their order
+    _given[port] = None
 
 
 def _probe(host: str, port: int) -> None:

@@ -105,6 +105,11 @@ class Checks:
         if shown["status"] != "finished":
             return  # said above
         reason = Reason(shown["reason"])
+        if record.refused:
+            implied = Reason.BAD_INPUT if record.status < 500 else Reason.RANK_LOST
+            if reason is not implied:
+                self._journal.wrong(f"{record}: was refused, its gateway tells {reason}: {shown}")
+            return
         if not self._given(record, shown, reason):
             self._journal.wrong(f"{record}: ended by {reason}, which nobody gave: {shown}")
         if record.left or record.broken:

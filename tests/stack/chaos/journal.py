@@ -12,6 +12,8 @@ from stopway_core.types import Reason
 from .plan import Wanted
 
 VIOLATIONS_MAX = 50
+# What a group may refuse at any time: code -> status. Nothing was computed, and nothing is wrong.
+REFUSALS = {"grammar_check_failed": 503, "attempt_expired": 503, "queue_full": 429}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,12 @@ class Record:
     canceller: Life | None = None  # who accepted its cancel, at ``cancelled``
     cancelled: float = 0.0
     broken: str = ""  # the connection broke, or was refused
+
+    @property
+    def refused(self) -> bool:
+        """Whether all that its client was told is one of the documented refusals."""
+        code = None if self.error is None else self.error.get("code")
+        return not self.ends and code in REFUSALS and REFUSALS[code] == self.status
 
     @property
     def how(self) -> str:

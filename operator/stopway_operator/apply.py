@@ -133,12 +133,17 @@ class Applier:
             "propagationPolicy": "Background",
         }
         if write.force:
+            # A pod that anybody has had news of since may run after all.
+            body["preconditions"]["resourceVersion"] = write.version
             body["gracePeriodSeconds"] = 0
         path = write.kind.path(write.namespace, write.name)
         try:
             answer = await self._api.request("DELETE", path, body=body)
         except ApiError as error:
-            if error.status not in (404, 409):
+            if error.status == 409:
+                await self._look_again(write)
+                raise StaleError from None
+            if error.status != 404:
                 raise
             answer = {}
         if answer.get("kind") == write.kind.name and objects.deleting(answer) and not write.force:

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 RELEASE_FIRST_S = 60.0
 RELEASE_MAX_S = 900.0
+UNLISTED_MAX_S = 60.0  # a rollout waits no longer for a gateway to find a group
 
 
 class Step(StrEnum):
@@ -49,14 +50,29 @@ class Facts:
     replicas: int = 0
     pods: int = 0  # that exist, terminating ones too
     terminating: int = 0
+    counted: int = 0  # by the StatefulSet controller: its news and those of pods are in no order
     synced: bool = True  # the StatefulSet controller has seen the last change
     ready: bool = False  # all its pods are, as one revision, in a complete epoch
+    unlisted_since: float | None = None  # ready, and a gateway that answers can't send to it
     mixed: bool = False  # a pod of another revision than its template's
     incomplete_since: float | None = None  # some of its pods have a node, others find none
     born: float = 0.0  # its youngest pod
     released_at: float | None = None
     releases: int = 0
     jitter: float = 0.0  # of this group, 0 to 1
+
+    @property
+    def empty(self) -> bool:
+        """Whether a group that was told to have no pods has none, as far as anybody knows."""
+        return self.synced and not self.pods and not self.counted
+
+    def overlooked(self, now: float) -> bool:
+        """Whether a gateway does not send to this group, though it had the time to find it."""
+        return self.unlisted_since is not None and now >= self.unlisted_since + UNLISTED_MAX_S
+
+    def available(self, now: float) -> bool:
+        """Whether it may be counted on while another group is away."""
+        return self.ready and (self.unlisted_since is None or self.overlooked(now))
 
     @property
     def retry_at(self) -> float | None:
@@ -83,7 +99,7 @@ def phase(facts: Facts) -> Phase:
     if not facts.exists:
         return Phase.ABSENT
     if facts.replicas == 0:
-        if facts.pods:
+        if not facts.empty:
             return Phase.DRAINING
         return Phase.ABSENT if facts.released_at is None else Phase.RELEASED
     return Phase.READY if facts.ready else Phase.FORMING
@@ -100,7 +116,7 @@ def decide(groups: Sequence[Facts], limits: Limits, now: float) -> dict[int, Ste
         step = _beyond(group) if group.index >= limits.wanted else _settle(group, now)
         if step is not None:
             steps[group.index] = step
-    for index in _replace(wanted, limits, steps):
+    for index in _replace(wanted, limits, steps, now):
         steps[index] = Step.STOP
     released = _release(wanted, limits, steps, now)
     if released is not None:
@@ -126,7 +142,7 @@ def _beyond(group: Facts) -> Step | None:
         return None
     if group.exists and group.replicas:
         return Step.DRAIN
-    return Step.REMOVE if group.pods == 0 else None
+    return Step.REMOVE if group.empty else None
 
 
 def _settle(group: Facts, now: float) -> Step | None:
@@ -136,7 +152,7 @@ def _settle(group: Facts, now: float) -> Step | None:
     if not group.exists:
         return None if group.terminating else Step.START  # pods that stayed are taken over
     if group.replicas == 0:
-        if group.pods or not group.synced:
+        if not group.empty:
             return None
         retry_at = group.retry_at if group.current else None
         return None if retry_at is not None and now < retry_at else Step.START
@@ -147,20 +163,24 @@ def _settle(group: Facts, now: float) -> Step | None:
     return Step.START if group.replicas != group.size else None
 
 
-def _replace(wanted: Sequence[Facts], limits: Limits, steps: dict[int, Step]) -> list[int]:
+def _replace(
+    wanted: Sequence[Facts], limits: Limits, steps: dict[int, Step], now: float
+) -> list[int]:
     """Which groups of an old revision are replaced now: those that serve nobody come first.
 
     New groups that are not ready yet bound how many more may follow, so that a bad revision stays
-    with the first ones, and a group that is away for a moment is not drawn into it.
+    with the first ones, and a group that is away for a moment is not drawn into it. A group that a
+    gateway has not found yet is no reason to take another from it.
     """
     old = [g for g in wanted if g.exists and not g.blocked and not g.current and g.replicas]
     in_flight = sum(1 for g in wanted if g not in old and not g.ready)
-    unavailable = sum(1 for g in wanted if not g.ready)
+    unavailable = {g.index for g in wanted if not g.available(now)}
     chosen = []
     for group in sorted(old, key=lambda g: (g.ready, -g.index)):
         if group.ready:
-            allowed = unavailable < limits.max_unavailable
-            unavailable += allowed
+            allowed = len(unavailable - {group.index}) < limits.max_unavailable
+            if allowed:
+                unavailable.add(group.index)
         else:
             allowed = in_flight < limits.max_unavailable
         if allowed:

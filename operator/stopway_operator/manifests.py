@@ -146,6 +146,8 @@ def deployment() -> Obj:
                 "metadata": {"labels": dict(LABELS)},
                 "spec": {
                     "serviceAccountName": NAME,
+                    # PID 1 gets no SIGTERM before it has a handler; the pause process is that.
+                    "shareProcessNamespace": True,
                     "terminationGracePeriodSeconds": 15,
                     # It repairs what a lost node takes along, and must not itself wait the
                     # cluster's five minutes to leave that node.

@@ -102,6 +102,7 @@ def _facts(context: Context, observed: Observed, index: int, revision: str) -> F
     mine = set_revision(found)
     replicas = int(found["spec"].get("replicas", 1))
     revisions = {objects.label(pod, objects.LABEL_REVISION) for pod in pods}
+    ready = _ready(observed, pods, replicas, mine)
     released = objects.annotation(found, objects.ANNOTATION_RELEASED_AT)
     releases = objects.annotation(found, objects.ANNOTATION_RELEASES)
     return Facts(
@@ -112,8 +113,10 @@ def _facts(context: Context, observed: Observed, index: int, revision: str) -> F
         replicas=replicas,
         pods=len(pods),
         terminating=terminating,
+        counted=int((found.get("status") or {}).get("replicas", 0)),
         synced=_synced(found),
-        ready=_ready(observed, pods, replicas, mine),
+        ready=ready,
+        unlisted_since=_unlisted_since(observed, name, pods) if ready else None,
         mixed=bool(revisions - {mine}),
         incomplete_since=_incomplete_since(pods),
         born=max(map(_created, pods), default=0.0),
@@ -146,6 +149,20 @@ def _ready(observed: Observed, pods: Sequence[Obj], replicas: int, revision: str
     return all(
         pod_ready(pod) and objects.label(pod, objects.LABEL_REVISION) == revision for pod in pods
     )
+
+
+def _unlisted_since(observed: Observed, name: str, pods: Sequence[Obj]) -> float | None:
+    """Since when a gateway that answers could send to this ready group, and can't."""
+    behind = [
+        gateway
+        for gateway in observed.of_component(objects.GATEWAY)
+        if name not in observed.gateways.get(objects.uid_of(gateway), (name,))
+    ]
+    if not behind:
+        return None
+    became_ready = [objects.condition_of(pod, "Ready").get("lastTransitionTime") for pod in pods]
+    # A gateway that is younger than the group has had no longer than its life to find it.
+    return max(*map(objects.seconds, became_ready), *map(_created, behind))
 
 
 def _incomplete_since(pods: Sequence[Obj]) -> float | None:

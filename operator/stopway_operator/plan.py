@@ -7,7 +7,7 @@ nothing once all is as it should be.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from stopway_operator import crd, diff, kinds, lifecycle, objects, status, writes
 from stopway_operator.config import OperatorConfig
 from stopway_operator.diagnose import Problem, lost_pods, pod_problem
-from stopway_operator.lifecycle import Facts, Limits, Step
+from stopway_operator.lifecycle import UNLISTED_MAX_S, Facts, Limits, Step
 from stopway_operator.objects import Obj
 from stopway_operator.observed import Observed, all_facts, unscheduled_since
 from stopway_operator.render import engine, gateway, redis, secrets
@@ -110,6 +110,7 @@ def _plan(context: Context, observed: Observed, now: float, tokens: Sequence[str
             _taken(observed.objects["StatefulSet", name], kinds.STATEFUL_SET, observed, problems)
         todo += _group(context, observed, group, steps.get(group.index), revision, now)
         notices += _told(context, group, steps.get(group.index), revision)
+    notices += _overlooked(context, facts, steps, now)
     todo += _applied(gateway.gateway_objects(context), observed, problems)
     if not context.redis_managed and all(f.current for f in facts):
         todo += _unused_redis(context, observed)
@@ -248,6 +249,23 @@ def _told(context: Context, facts: Facts, step: Step | None, revision: str) -> l
         )
         return [Notice("GroupReleased", text, warning=True)]
     return []
+
+
+def _overlooked(
+    context: Context, facts: Sequence[Facts], steps: Mapping[int, Step], now: float
+) -> list[Notice]:
+    """A rollout that has waited for a gateway in vain says so when it goes on."""
+    if Step.STOP not in steps.values():
+        return []
+    text = (
+        "a gateway does not send to group {name}, which has been ready for {seconds:.0f} s; the "
+        "rollout goes on. Is the group drained, or do a NetworkPolicy or DNS keep the gateway away?"
+    )
+    names = [engine.group_name(context, group.index) for group in facts if group.overlooked(now)]
+    return [
+        Notice("GatewayBehind", text.format(name=name, seconds=UNLISTED_MAX_S), warning=True)
+        for name in names
+    ]
 
 
 def _unused_redis(context: Context, observed: Observed) -> list[Write]:

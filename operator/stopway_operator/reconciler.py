@@ -124,13 +124,11 @@ class Reconciler:
 
     async def reconcile(self, uid: str) -> float | None:
         """One look at one service; in how many seconds to look again. Raises on failure."""
-        service = self.store.service(uid)
-        if service is None or objects.deleting(service):
+        observed = await self._observe(uid)
+        if observed is None:
             self._failures.pop(uid, None)
             return None
-        self.reconciles += 1
-        now = time.time()
-        observed = await self._observe(service, now)
+        service, now = observed.service, time.time()
         tokens = [secrets.token_urlsafe(24) for _ in range(TOKENS)]
         planned = plan(observed, self._config, now, tokens)
         refused = await self._write(planned)
@@ -145,16 +143,33 @@ class Reconciler:
         self._failures.pop(uid, None)
         return planned.requeue_s
 
-    async def _observe(self, service: Obj, now: float) -> Observed:
-        observed = self.store.observe(service)
-        namespace = objects.namespace_of(service)
-        known = await self._secrets.read(namespace, _secret_names(observed, self._config), now)
-        return replace(
-            observed,
-            secrets=known,
-            epochs=await self._prober.epochs(observed.pods, now),
-            gateways=await self._prober.gateways(observed.pods, now),
-        )
+    def _seen(self, uid: str) -> Observed | None:
+        """What the store has of a service, None when it is gone or going."""
+        service = self.store.service(uid)
+        if service is None or objects.deleting(service):
+            return None
+        return self.store.observe(service)
+
+    async def _observe(self, uid: str) -> Observed | None:
+        """Everything that is seen of a service. Raises ``StaleError``, and ``ApiError``.
+
+        What must be waited for comes first and the store last, because a plan is carried out at
+        once and some of it can't be taken back: it must not be for the spec of a second ago.
+        """
+        before, now = self._seen(uid), time.time()
+        if before is None:
+            return None
+        self.reconciles += 1
+        names = _secret_names(before, self._config)
+        known = await self._secrets.read(objects.namespace_of(before.service), names, now)
+        epochs = await self._prober.epochs(before.pods, now)
+        gateways = await self._prober.gateways(before.pods, now)
+        observed = self._seen(uid)
+        if observed is None:
+            return None
+        if _secret_names(observed, self._config) != names:
+            raise StaleError  # by now it needs others than those that were read
+        return replace(observed, secrets=known, epochs=epochs, gateways=gateways)
 
     async def _write(self, planned: Plan) -> list[str]:
         """Write in order; what the API server does not take is told and left out."""

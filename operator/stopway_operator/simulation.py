@@ -28,11 +28,15 @@ class ConflictError(Exception):
 
 @dataclass
 class Simulation:
-    """``bad_images`` never start; ``drain_s`` is how long a pod takes to go."""
+    """``bad_images`` never start; ``drain_s`` is how long a pod takes to go.
+
+    ``find_s`` after a group is ready, gateways have found it.
+    """
 
     config: OperatorConfig = field(default_factory=OperatorConfig)
     drain_s: float = 3.0
     load_s: float = 5.0
+    find_s: float = 2.0
     bad_images: set[str] = field(default_factory=set)
     capacity: dict[str, int] = field(default_factory=lambda: {f"n{i}": 32 for i in range(1, 4)})
     now: float = START
@@ -47,6 +51,7 @@ class Simulation:
         self._uid = self._version = self._epoch = 0
         self._ready_at: dict[str, float] = {}
         self._gone_at: dict[str, float] = {}
+        self._whole_since: dict[str, float] = {}
 
     # --- a person ------------------------------------------------------------------------
 
@@ -93,8 +98,17 @@ class Simulation:
             pods=sorted(mine, key=objects.name_of),
             secrets=self.secrets,
             nodes={name: self._node(name) for name in self.capacity},
+            gateways={
+                objects.uid_of(pod): self.listed()
+                for pod in mine
+                if objects.label(pod, objects.LABEL_COMPONENT) == objects.GATEWAY and pod_ready(pod)
+            },
         )
         return copy.deepcopy(view)
+
+    def listed(self) -> list[str]:
+        """The groups that gateways can send to."""
+        return [g for g, since in self._whole_since.items() if self.now >= since + self.find_s]
 
     def plan(self) -> Plan:
         return plan(self.observe(), self.config, self.now, TOKENS)
@@ -156,7 +170,8 @@ class Simulation:
 
     def _delete_pod_by_force(self, write: Write) -> None:
         pod = self.pods.get(write.name)
-        if pod is None or objects.uid_of(pod) != write.uid:
+        seen = (write.uid, write.version)
+        if pod is None or (objects.uid_of(pod), pod["metadata"]["resourceVersion"]) != seen:
             raise ConflictError(write.name)
         del self.pods[write.name]
 
@@ -224,10 +239,12 @@ class Simulation:
         for index in range(replicas):
             if f"{name}-{index}" not in self.pods:
                 self._new_pod(f"{name}-{index}", obj, {objects.LABEL_INDEX: str(index)})
-        for pod in [p for p in self.pods.values() if self._owned(p, obj)]:
+        mine = [p for p in self.pods.values() if self._owned(p, obj)]
+        for pod in mine:
             if int(objects.name_of(pod).rpartition("-")[2]) >= replicas:
                 self._terminate(pod)
-        obj["status"] = {"observedGeneration": objects.meta(obj)["generation"]}
+        generation = objects.meta(obj)["generation"]
+        obj["status"] = {"observedGeneration": generation, "replicas": len(mine)}
 
     def _deployment(self, name: str, obj: Obj) -> None:
         mark = objects.digest(obj["spec"]["template"], 8)
@@ -318,6 +335,7 @@ class Simulation:
         groups: dict[str, list[Obj]] = {}
         for pod in self.pods.values():
             groups.setdefault(objects.label(pod, objects.LABEL_GROUP), []).append(pod)
+        before, self._whole_since = self._whole_since, {}
         for group, pods in groups.items():
             if not group:
                 for pod in pods:
@@ -326,6 +344,8 @@ class Simulation:
             wanted = self.objects.get(("StatefulSet", group), {}).get("spec", {}).get("replicas", 0)
             revisions = {objects.label(pod, objects.LABEL_REVISION) for pod in pods}
             whole = len(pods) == wanted and len(revisions) == 1 and all(map(self._started, pods))
+            if whole:
+                self._whole_since[group] = before.get(group, self.now)
             for pod in pods:
                 self._set_condition(pod, "Ready", str(whole))
 

@@ -22,7 +22,10 @@ class Verb(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One write. ``uid`` is the precondition: of the object that was seen, empty for none."""
+    """One write. ``uid`` is the precondition: of the object that was seen, empty for none.
+
+    A deletion by force has one more, ``version``: of the very state that was seen.
+    """
 
     verb: Verb
     kind: Kind
@@ -31,6 +34,7 @@ class Write:
     uid: str = ""
     body: Obj = field(default_factory=dict)
     force: bool = False  # a deletion that waits for nobody
+    version: str = ""  # resource version
 
     def __str__(self) -> str:
         return f"{self.verb} {self.kind.name} {self.name}"
@@ -64,6 +68,7 @@ def delete(kind: Kind, observed: Obj, force: bool = False) -> Write:
         objects.name_of(observed),
         objects.uid_of(observed),
         force=force,
+        version=str(objects.meta(observed).get("resourceVersion", "")) if force else "",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from stopway_operator.config import OperatorConfig, load_config
 from stopway_operator.handlers import registry_of, settings
 from stopway_operator.health import Health
 from stopway_operator.kinds import Kind
+from stopway_operator.objects import Obj
+from stopway_operator.prober import Prober
 from stopway_operator.reconciler import Reconciler
 from stopway_operator.secret_cache import SecretCache
 from stopway_operator.simulation import NAMESPACE, ConflictError, Simulation
@@ -103,12 +106,16 @@ class FakeApi(Api):
     def _write(self, kind: Kind, method: str, name: str, body: Any) -> Any:
         verb = {"POST": Verb.CREATE, "DELETE": Verb.DELETE}.get(method, Verb.APPLY)
         uid = objects.uid_of(body)
+        seen = body.get("preconditions", {})
         if verb is Verb.DELETE:
-            uid = body["preconditions"]["uid"]
+            uid = seen["uid"]
+            if name not in map(objects.name_of, self._all(kind)):
+                raise ApiError(404, "not found")
         elif "kind" not in body:
             verb = Verb.PATCH
         try:
-            self.simulation.write(Write(verb, kind, NAMESPACE, name, uid, body))
+            version = seen.get("resourceVersion", "")
+            self.simulation.write(Write(verb, kind, NAMESPACE, name, uid, body, version=version))
         except ConflictError:
             raise ApiError(409, "conflict") from None
         if verb is Verb.DELETE:
@@ -226,6 +233,102 @@ async def test_a_deletion_that_was_seen_nowhere_is_noticed_by_the_write() -> Non
         await applier.write(writes.patch(kinds.STATEFUL_SET, seen, {"spec": {"replicas": 0}}))
     assert store.observe(simulation.service or {}).find(kinds.STATEFUL_SET, "chat-g1") is None
     await applier.write(writes.delete(kinds.STATEFUL_SET, seen))  # gone already: fine
+
+
+async def test_a_deletion_by_force_is_only_of_the_state_that_was_seen() -> None:
+    """A pod of a node that has come back says so in its status, and is looked at again."""
+    simulation = Simulation()
+    api = FakeApi(simulation)
+    store = Store(lambda uid: None)
+    applier = Applier(api, store, SecretCache(api, 5))
+    simulation.create("chat", SPEC)
+    simulation.run(3)
+    listed, version = await api.list(kinds.POD, None)
+    store.relist(kinds.POD, listed, version, 0.0)
+    before = simulation.pods["chat-g0-0"]
+    lost = next(p for p in listed if objects.name_of(p) == "chat-g0-0")
+    before["status"]["phase"] = "Unheard of"
+    before["metadata"]["resourceVersion"] = simulation._next_version()
+    with pytest.raises(StaleError):
+        await applier.write(writes.delete(kinds.POD, lost, force=True))
+    assert simulation.pods["chat-g0-0"] is before
+    pods = {objects.name_of(p): p for p in store.observe(simulation.service or {}).pods}
+    assert pods["chat-g0-0"]["status"]["phase"] == "Unheard of"
+    await applier.write(writes.delete(kinds.POD, pods["chat-g0-0"], force=True))
+    assert "chat-g0-0" not in simulation.pods
+
+
+class SlowProber(Prober):
+    """Something happens while it is waited for."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        super().__init__()
+        self._happens = happens
+
+    async def gateways(self, pods: Iterable[Obj], now: float) -> dict[str, Sequence[str]]:
+        await asyncio.sleep(0)
+        self._happens()
+        return await super().gateways(pods, now)
+
+
+def during_a_probe(change: Callable[[Simulation], None]) -> tuple[Simulation, FakeApi, Reconciler]:
+    """A service that is written for the first time, and changed after the operator has looked."""
+    simulation = Simulation()
+    api, reconciler = make(simulation)
+    simulation.create("chat", {**SPEC, "podTemplate": {"image": "before"}})
+
+    def happens() -> None:
+        change(simulation)
+        assert simulation.service is not None
+        reconciler.store.put(kinds.SERVICE, api._versioned(simulation.service))
+
+    reconciler._prober = SlowProber(happens)
+    return simulation, api, reconciler
+
+
+async def test_what_changes_while_it_looks_is_what_it_plans_on() -> None:
+    def change(simulation: Simulation) -> None:
+        simulation.change(podTemplate={"image": "after"})
+
+    simulation, _, reconciler = during_a_probe(change)
+    await reconciler.relist()
+    await reconciler.reconcile(objects.uid_of(reconciler.store.services()[0]))
+    template = simulation.objects["StatefulSet", "chat-g0"]["spec"]["template"]
+    assert template["spec"]["containers"][0]["image"] == "after"
+    assert simulation.service is not None
+    assert simulation.service["status"]["observedGeneration"] == 2
+    await reconciler.close()
+
+
+async def test_a_service_that_goes_while_it_looks_is_left_alone() -> None:
+    def change(simulation: Simulation) -> None:
+        assert simulation.service is not None
+        simulation.service["metadata"]["deletionTimestamp"] = objects.timestamp(simulation.now)
+
+    simulation, api, reconciler = during_a_probe(change)
+    await reconciler.relist()
+    assert await reconciler.reconcile(objects.uid_of(reconciler.store.services()[0])) is None
+    assert not simulation.objects and api.writes == 0
+    await reconciler.close()
+
+
+async def test_secrets_that_are_named_while_it_looks_are_read_before_it_plans() -> None:
+    def change(simulation: Simulation) -> None:
+        simulation.change(gateway={"apiKeysSecretRef": {"name": "mine"}})
+
+    simulation, api, reconciler = during_a_probe(change)
+    mine = {"name": "mine", "namespace": NAMESPACE, "uid": "s", "resourceVersion": "1"}
+    simulation.secrets["mine"] = {"metadata": mine, "keys": ["keys"]}
+    await reconciler.relist()
+    uid = objects.uid_of(reconciler.store.services()[0])
+    with pytest.raises(StaleError):
+        await reconciler.reconcile(uid)
+    assert api.writes == 0
+    await reconciler.reconcile(uid)
+    assert simulation.service is not None
+    degraded = objects.condition_of(simulation.service, "Degraded")
+    assert degraded["reason"] != "SecretMissing"
+    await reconciler.close()
 
 
 async def test_secrets_are_read_by_name_and_their_values_forgotten() -> None:

@@ -32,6 +32,11 @@ CASES = {
         {},
         {},
     ),
+    "stopped, and pods that its controller counts are not seen": (
+        [new(0, replicas=0, pods=0, ready=False, counted=2)],
+        {},
+        {},
+    ),
     "pods of a set that is no more": (
         [Facts(0, 2, pods=2, terminating=1)],
         {},
@@ -51,6 +56,16 @@ CASES = {
         {"wanted": 1},
         {},
     ),
+    "scale-down, and its controller has not seen it": (
+        [new(0), new(1, replicas=0, pods=0, ready=False, synced=False)],
+        {"wanted": 1},
+        {},
+    ),
+    "scale-down, and pods that its controller counts are not seen": (
+        [new(0), new(1, replicas=0, pods=0, ready=False, counted=1)],
+        {"wanted": 1},
+        {},
+    ),
     "only its Service is left": ([new(0), Facts(1, 2)], {"wanted": 1}, {1: "remove"}),
     "rollout, the highest first": ([old(0), old(1), old(2)], {}, {2: "stop"}),
     "rollout, two at once": (
@@ -60,6 +75,37 @@ CASES = {
     ),
     "rollout waits for the group before": ([old(0), old(1), new(2, ready=False)], {}, {}),
     "rollout goes on": ([old(0), old(1), new(2)], {}, {1: "stop"}),
+    "rollout waits for gateways to find the new group": (
+        [old(0), new(1, unlisted_since=NOW - 59)],
+        {},
+        {},
+    ),
+    "rollout waits for no gateway for ever": (
+        [old(0), new(1, unlisted_since=NOW - 60)],
+        {},
+        {0: "stop"},
+    ),
+    "rollout, a group that no gateway has found is one of those that may be away": (
+        [old(0), old(1), new(2, unlisted_since=NOW - 1)],
+        {"max_unavailable": 2},
+        {1: "stop"},
+    ),
+    "rollout takes the group that gateways have not found before the one that they use": (
+        [old(0, unlisted_since=NOW - 1), old(1)],
+        {},
+        {0: "stop"},
+    ),
+    "rollout, gateways have found none yet": (
+        [old(0, unlisted_since=NOW - 1), old(1, unlisted_since=NOW - 1)],
+        {},
+        {},
+    ),
+    "one replica that gateways have not found": ([old(0, unlisted_since=NOW - 1)], {}, {0: "stop"}),
+    "what serves nobody does not wait for gateways": (
+        [old(0, ready=False), new(1, unlisted_since=NOW - 1)],
+        {},
+        {0: "stop"},
+    ),
     "one replica": ([old(0)], {}, {0: "stop"}),
     "what serves nobody comes first": ([old(0, ready=False), old(1), old(2)], {}, {0: "stop"}),
     "a bad revision keeps to its group": (
@@ -151,6 +197,7 @@ def test_phases() -> None:
     assert phase(new(0)) is Phase.READY
     assert phase(new(0, ready=False)) is Phase.FORMING
     assert phase(new(0, replicas=0)) is Phase.DRAINING
+    assert phase(new(0, replicas=0, pods=0, counted=1)) is Phase.DRAINING
     assert phase(new(0, replicas=0, pods=0, released_at=1.0)) is Phase.RELEASED
     assert phase(new(0, blocked=True)) is Phase.BLOCKED
 

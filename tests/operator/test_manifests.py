@@ -62,6 +62,13 @@ def test_the_operators_deployment_is_what_the_program_reads() -> None:
     assert port["containerPort"] == OperatorConfig().health_port
 
 
+def test_the_operator_is_not_pid_1_which_misses_a_sigterm_at_its_start() -> None:
+    pod = manifests.deployment()["spec"]["template"]["spec"]
+    text = (CHART / "templates/deployment.yaml").read_text(encoding="utf-8")
+    assert pod["shareProcessNamespace"] is True
+    assert re.search(r"^      shareProcessNamespace: true\b", text, re.MULTILINE)
+
+
 def test_policies_let_the_operator_in_by_its_label() -> None:
     labels = manifests.deployment()["spec"]["template"]["metadata"]["labels"]
     assert labels[objects.LABEL_NAME] == objects.MANAGER

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from stopway_operator import kinds, objects
-from stopway_operator.plan import Plan
+from stopway_operator.observed import Observed
+from stopway_operator.plan import POLL_S, Plan, plan
 from stopway_operator.simulation import TOKENS, Simulation
 from stopway_operator.writes import Verb
 
@@ -118,6 +120,22 @@ def test_scale_up_and_down() -> None:
     assert left == set()
 
 
+def test_a_group_starts_anew_when_pods_and_their_controller_both_say_it_is_empty() -> None:
+    """The watches of the two are in no order: pods that are not seen may still be there."""
+    simulation = settled()
+    simulation.change(podTemplate={"image": "next"})
+    simulation.reconcile()  # stops it
+    while any("-g0-" in name for name in simulation.pods):
+        simulation.tick()
+    simulation.tick()
+    seen = simulation.observe()
+    status = seen.objects["StatefulSet", "chat-g0"]["status"]
+    for counted, starts in ((1, False), (0, True)):
+        status["replicas"] = counted
+        planned = plan(seen, simulation.config, simulation.now, TOKENS)
+        assert ("chat-g0" in [w.name for w in planned.writes]) is starts
+
+
 def test_scale_to_zero_and_back() -> None:
     simulation = settled()
     simulation.change(replicas=0)
@@ -143,6 +161,64 @@ def test_a_rollout_replaces_whole_groups_within_its_budget(unavailable: int) -> 
         if objects.label(pod, objects.LABEL_GROUP)
     }
     assert images == {"next"}
+
+
+def test_a_rollout_leaves_gateways_enough_groups_that_they_know() -> None:
+    """A new group is no replacement before the gateways, whose DNS is slow, can send to it."""
+    simulation = service(Simulation(find_s=20.0), replicas=2)
+    simulation.settle()
+    simulation.change(podTemplate={"image": "next"})
+    watch(simulation, 90, lambda: simulation.listed() or pytest.fail("gateways know no group"))
+    simulation.settle()
+    assert revisions(simulation)["chat-g0"] == revisions(simulation)["chat-g1"]
+
+
+def held_rollout() -> Simulation:
+    """The first of two groups is new, ready for a moment, and gateways have not found it."""
+    simulation = service(Simulation(find_s=20.0), replicas=2)
+    simulation.settle()
+    simulation.change(podTemplate={"image": "next"})
+    simulation.reconcile()
+    for _ in range(60):
+        simulation.tick()
+        simulation.reconcile()
+        if simulation.listed() == ["chat-g0"] and groups(simulation)["chat-g1"]["ready"]:
+            return simulation
+    raise AssertionError(simulation.summary())
+
+
+def stops(simulation: Simulation, seen: Observed, now: float) -> tuple[list[str], Plan]:
+    planned = plan(seen, simulation.config, now, TOKENS)
+    sets = [w for w in planned.writes if w.kind is kinds.STATEFUL_SET]
+    return [w.name for w in sets if w.body["spec"]["replicas"] == 0], planned
+
+
+def test_a_rollout_waits_for_gateways_that_answer_and_for_no_others() -> None:
+    simulation = held_rollout()
+    (gateway,) = [p for p in simulation.pods.values() if "gateway" in objects.name_of(p)]
+    uid, now = objects.uid_of(gateway), simulation.now
+    for answers, expected in (
+        ({uid: ["chat-g0"]}, []),
+        ({uid: ["chat-g0", "chat-g1"]}, ["chat-g0"]),
+        ({}, ["chat-g0"]),  # nobody could ask it
+    ):
+        found, planned = stops(simulation, replace(simulation.observe(), gateways=answers), now)
+        assert found == expected
+        assert planned.requeue_s is not None and planned.requeue_s <= POLL_S
+        assert "GatewayBehind" not in reasons(planned)
+
+
+def test_a_rollout_goes_on_without_a_gateway_that_never_finds_the_group() -> None:
+    simulation = held_rollout()
+    (gateway,) = [p for p in simulation.pods.values() if "gateway" in objects.name_of(p)]
+    seen = replace(simulation.observe(), gateways={objects.uid_of(gateway): ["chat-g0"]})
+    found, planned = stops(simulation, seen, simulation.now + 61)
+    assert found == ["chat-g0"] and "GatewayBehind" in reasons(planned)
+    # One that has just come has not had that time.
+    born = objects.timestamp(simulation.now + 59)
+    young = next(p for p in seen.pods if objects.uid_of(p) == objects.uid_of(gateway))
+    young["metadata"]["creationTimestamp"] = born
+    assert stops(simulation, seen, simulation.now + 61)[0] == []
 
 
 def test_parallelism_is_rolled_out_too() -> None:
@@ -194,7 +270,8 @@ def test_a_pod_that_was_replaced_unseen_is_the_groups_own_business() -> None:
     assert objects.uid_of(simulation.pods["chat-g0-1"]) != before
     watch(simulation, 10)
     assert groups(simulation)["chat-g0"]["ready"]
-    assert simulation.writes - writes <= 2  # a status or two, no object
+    # Statuses, no object: the group forms, gateways look for it, it serves.
+    assert simulation.writes - writes <= 3
 
 
 def test_pods_of_a_lost_node_are_deleted_by_force_after_the_bound() -> None:
@@ -219,7 +296,7 @@ def test_a_force_deletion_names_the_pod_that_was_seen() -> None:
     simulation.lose(simulation.pods["chat-g0-1"]["spec"]["nodeName"])
     simulation.tick(6)
     forced = [w for w in simulation.plan().writes if w.kind is kinds.POD]
-    assert forced and all(w.force and w.uid for w in forced)
+    assert forced and all(w.force and w.uid and w.version for w in forced)
     assert {w.uid for w in forced} <= {objects.uid_of(p) for p in simulation.pods.values()}
 
 
@@ -349,10 +426,6 @@ def test_what_the_engine_refuses_is_told_in_its_words() -> None:
 
 def test_a_leader_that_is_in_no_epoch_makes_its_group_unready() -> None:
     simulation = settled()
-    from dataclasses import replace
-
-    from stopway_operator.plan import plan
-
     observed = simulation.observe()
     leader = objects.uid_of(simulation.pods["chat-g0-0"])
     for epoch, ready in ((None, 0), (77, 1)):
@@ -364,10 +437,6 @@ def test_a_leader_that_is_in_no_epoch_makes_its_group_unready() -> None:
 
 def test_ready_means_that_a_gateway_has_found_a_group() -> None:
     simulation = settled()
-    from dataclasses import replace
-
-    from stopway_operator.plan import plan
-
     gateway = next(p for p in simulation.pods.values() if "gateway" in objects.name_of(p))
     seen = replace(simulation.observe(), gateways={objects.uid_of(gateway): []})
     status = plan(seen, simulation.config, simulation.now, TOKENS).status
@@ -405,10 +474,6 @@ def test_a_redis_of_the_users_own_takes_over() -> None:
 
 
 def test_writes_that_the_api_server_refuses_are_told() -> None:
-    from dataclasses import replace
-
-    from stopway_operator.plan import plan
-
     simulation = settled()
     seen = replace(simulation.observe(), refused=["apply StatefulSet chat-g0: quota exceeded"])
     status = plan(seen, simulation.config, simulation.now, TOKENS).status

@@ -150,6 +150,7 @@ def test_pods_outlive_their_drain_and_have_no_privilege() -> None:
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod["automountServiceAccountToken"] is False
+        assert pod["shareProcessNamespace"] is True  # PID 1 would miss a SIGTERM at its start
         container = pod["containers"][0]["securityContext"]
         assert container["readOnlyRootFilesystem"] and not container["allowPrivilegeEscalation"]
         assert container["capabilities"] == {"drop": ["ALL"]}

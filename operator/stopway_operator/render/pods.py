@@ -76,6 +76,10 @@ def pod_template(parts: Parts, template: PodTemplate) -> Obj:
         {
             "containers": [container],
             "volumes": [*parts.volumes, *template.volumes],
+            # Else our process is PID 1 of its container, and the kernel drops a SIGTERM that comes
+            # before it has a handler: the seconds of its imports. It would start, serve, and be
+            # killed in the midst of it at the end of the grace period.
+            "shareProcessNamespace": True,
             "terminationGracePeriodSeconds": parts.grace_s,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,

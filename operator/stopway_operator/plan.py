@@ -22,6 +22,7 @@ from stopway_operator.render import engine, gateway, redis, secrets
 from stopway_operator.render.context import Context, SpecError
 from stopway_operator.writes import Notice, Write
 
+EPOCH_RETRY_S = 10.0  # a leader that is ready did not answer; no event tells when it does
 POLL_S = 2.0  # while something is on its way, for what no event tells (epochs)
 
 
@@ -121,6 +122,8 @@ def _plan(context: Context, observed: Observed, now: float, tokens: Sequence[str
     times.append(lifecycle.next_time(facts, limits, now) or 0.0)
     if any(unscheduled_since(pod) is not None for pod in observed.pods):
         times.append(now + 10.0)
+    if any(g["ready"] and not g.get("epoch") for g in after.get("groups") or ()):
+        times.append(now + EPOCH_RETRY_S)
     if not seen.settled:
         times += [now + POLL_S, status.deadline(seen)]
     return Plan(

@@ -48,7 +48,7 @@ class Simulation:
         self.secrets: dict[str, Obj] = {}
         self.lost: dict[str, float] = {}
         self.service: Obj | None = None
-        self._uid = self._version = self._epoch = 0
+        self._uid = self._version = 0
         self._ready_at: dict[str, float] = {}
         self._gone_at: dict[str, float] = {}
         self._whole_since: dict[str, float] = {}
@@ -98,6 +98,11 @@ class Simulation:
             pods=sorted(mine, key=objects.name_of),
             secrets=self.secrets,
             nodes={name: self._node(name) for name in self.capacity},
+            epochs={
+                objects.uid_of(self.pods[f"{group}-0"]): int(1000 * since)
+                for group, since in self._whole_since.items()
+                if f"{group}-0" in self.pods
+            },
             gateways={
                 objects.uid_of(pod): self.listed()
                 for pod in mine

@@ -9,7 +9,7 @@ import pytest
 
 from stopway_operator import kinds, objects
 from stopway_operator.observed import Observed
-from stopway_operator.plan import POLL_S, Plan, plan
+from stopway_operator.plan import EPOCH_RETRY_S, POLL_S, Plan, plan
 from stopway_operator.simulation import TOKENS, Simulation
 from stopway_operator.writes import Verb
 
@@ -88,6 +88,15 @@ def test_a_new_service_is_written_in_order_and_becomes_ready() -> None:
     assert status["summary"] == "2/2" and status["url"] == "http://chat-gateway.default.svc:8080"
     assert status["observedGeneration"] == 1 and status["model"] == "chat"
     assert groups(simulation)["chat-g0"]["nodes"] != ["", ""]
+
+
+def test_a_leader_that_has_not_told_its_epoch_is_asked_again() -> None:
+    """No event comes when it can answer."""
+    simulation = settled()
+    del groups(simulation)["chat-g0"]["epoch"]
+    observed = replace(simulation.observe(), epochs={})
+    planned = plan(observed, simulation.config, simulation.now, TOKENS)
+    assert groups(simulation)["chat-g0"]["ready"] and planned.requeue_s == EPOCH_RETRY_S
 
 
 def test_twenty_idle_reconciles_write_nothing() -> None:

@@ -20,7 +20,12 @@ Found = dict[str, str]  # url -> group name, empty while it is not known
 
 
 class Registry:
-    """Keeps one session per leader; one that left the list keeps its session while it works."""
+    """Keeps one session per leader.
+
+    The list has those that are ready. A group that drains, or whose ranks form anew, is not on it,
+    and may hold requests of any gateway: one that left keeps its session until its front ends it,
+    or until another leader of its group has replaced it and nothing of this gateway is there.
+    """
 
     def __init__(self, settings: Settings, make: Callable[[str, str], LeaderSession]) -> None:
         self._settings = settings
@@ -106,9 +111,8 @@ class Registry:
             if url in found:
                 continue
             session.retire(True)
-            if not session.live:
+            if not session.connected or (session.superseded and not session.live):
                 gone.append(self._sessions.pop(url))
-        # All at once: one that is dead takes a while, and new ones wait for the next poll.
         await asyncio.gather(*(session.close() for session in gone))
 
 

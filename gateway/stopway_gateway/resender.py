@@ -46,11 +46,11 @@ class Resender:
         await self._client.aclose()
 
     def add(self, part: Part, *, at_once: bool) -> None:
-        """Send ``part`` when its turn is not known in time; ``at_once`` when Redis has it not."""
+        """Send ``part`` when its turn is not known in time; ``at_once`` past Redis, too."""
         self._pending[part.stop_id, part.group] = part
         self._schedule(part)
         if at_once:
-            self.direct(part)
+            self._send(part)
         self._wake.set()
 
     def discard(self, part: Part) -> None:
@@ -59,8 +59,10 @@ class Resender:
 
     def direct(self, part: Part) -> None:
         """Send it on the leader's session now; without one it stays due."""
-        if part.settled:
-            return
+        if not part.settled:
+            self._send(part)
+
+    def _send(self, part: Part) -> None:
         session = self._registry.of_group(part.group)
         if session is not None and session.send_stop(part.signed):
             self._metrics.direct_stops.labels(part.group).inc()

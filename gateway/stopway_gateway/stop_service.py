@@ -13,7 +13,7 @@ from typing import Any
 
 from stopway_core import names
 from stopway_core.signing import StopError, verify
-from stopway_core.types import Outcome, Reason, Stop, StopStatus, Target, covers, outcome_of
+from stopway_core.types import Reason, Stop, StopStatus, Target, covers
 from stopway_gateway import stop_trace
 from stopway_gateway.auth import Principal
 from stopway_gateway.config import Settings
@@ -24,7 +24,7 @@ from stopway_gateway.requests_table import RequestsTable
 from stopway_gateway.resender import Resender
 from stopway_gateway.session import LeaderSession
 from stopway_gateway.stop_bus import Gaps, Publisher, Reader
-from stopway_gateway.stops import REQUEST_IDS_MAX, Part, StopRecord
+from stopway_gateway.stops import END_OWED, REQUEST_IDS_MAX, RESOLVED, Part, StopRecord
 from stopway_telemetry import Exporter, make_traceparent, new_span_id, new_trace_id
 
 _LOG = logging.getLogger(__name__)
@@ -86,21 +86,12 @@ class StopService:
     def issue(self, target: Target, reason: Reason, principal: Principal) -> StopRecord:
         """Accept a stop: cut what it matches here, tell the groups, and answer for it."""
         matched = self._table.matching(target, principal)
-        ended = [
-            request
-            for uid in target.uids
-            if (request := self._table.get(uid, principal)) is not None
-            and request.outcome is not None
-        ]
+        ended = self._ended(target, principal)
         record = self._new_record(target, reason, principal, [*matched, *ended])
         self._records[record.stop.stop_id] = record
         self._metrics.stop_signals.labels(str(reason)).inc()
         groups = self._groups(target, matched)
-        for request in matched:
-            self._cut(request, record.stop, record)
-        for request in ended:
-            record.here[str(request.outcome)] += 1
-            _list_stop(request, record.stop.stop_id)
+        self._take(record, matched, ended)
         for group, group_target in groups.items():
             # Who is not with its leader yet is in its front, which reads nothing but sessions.
             unready = any(r.group == group and not r.accepted for r in matched)
@@ -136,10 +127,22 @@ class StopService:
             issued_at=now,
             traceparent=make_traceparent(span.trace_id, notify_id),
         )
-        record = StopRecord(stop, span, notify_id)
-        for request in requests:
+        return StopRecord(stop, span, notify_id)
+
+    def _ended(self, target: Target, principal: Principal) -> list[Request]:
+        """The requests of this gateway that are named and have ended."""
+        found = (self._table.get(uid, principal) for uid in target.uids)
+        return [request for request in found if request is not None and request.outcome is not None]
+
+    def _take(self, record: StopRecord, matched: list[Request], ended: list[Request]) -> None:
+        """Have a stop take effect on the requests of this gateway that it is aimed at."""
+        for request in (*matched, *ended):
             record.add_match(request)
-        return record
+            _list_stop(request, record.stop.stop_id)
+        for request in ended:
+            record.here[str(request.outcome)] += 1
+        for request in matched:
+            self._cut(request, record)
 
     def _groups(self, target: Target, matched: Sequence[Request]) -> dict[str, Target]:
         """Which groups are told of what: their own requests, or all that we don't know."""
@@ -152,24 +155,19 @@ class StopService:
                 uids.setdefault(request.group, []).append(request.uid)
         return {group: Target(uids=tuple(ids)) for group, ids in uids.items()}
 
-    def _cut(self, request: Request, stop: Stop, record: StopRecord | None) -> bool:
-        """Stop delivering; whether that ended it, because no leader had it yet."""
-        _list_stop(request, stop.stop_id)
+    def _cut(self, request: Request, record: StopRecord) -> None:
+        """Stop delivering; that ends it where no leader has it yet."""
+        stop = record.stop
         if request.dispatched:
             # A selector may pass its leader before the request does; and what came from another
             # gateway may be long resolved there.
-            request.leader_told |= record is not None and bool(stop.target.uids)
+            request.leader_told |= not record.remote and bool(stop.target.uids)
             request.cut_by(stop.reason)
-            return False
-        if record is not None:
-            record.stopped_here = True
-            record.here[str(outcome_of(stop.reason))] += 1
-            record.parts.setdefault(self._here, self._here_part(stop.stop_id))
+            return
+        if self._here not in record.parts:
+            part = Part(stop.stop_id, self._here, status=StopStatus.RECLAIMED)
+            record.parts[self._here] = part
         request.settle(stop.reason)
-        return True
-
-    def _here_part(self, stop_id: str) -> Part:
-        return Part(stop_id, self._here, status=StopStatus.RECLAIMED)
 
     def _send(self, record: StopRecord, group: str, target: Target, *, at_once: bool) -> None:
         part = Part(record.stop.stop_id, group)
@@ -187,11 +185,14 @@ class StopService:
         """A receipt from a leader, or from another gateway. Raises on one that is malformed."""
         record = self._records.get(str(receipt["stop_id"]))
         if record is None:
-            record = self._remote_record(receipt)
+            record = self._remember(_stop_of(receipt), str(receipt.get("trace_id") or ""))
         group = str(receipt["group"])
         part = record.parts.get(group)
         if part is None:
             part = record.parts[group] = Part(record.stop.stop_id, group)
+        # A gateway names the groups that answer for its requests: they may be no groups of ours.
+        for other in map(str, receipt.get("groups") or ()):
+            record.parts.setdefault(other, Part(record.stop.stop_id, other))
         if part.merge(receipt):
             if part.status is StopStatus.RECLAIMED and not part.unknown and not record.remote:
                 stop_trace.observe(record, part, self._metrics)
@@ -201,8 +202,11 @@ class StopService:
         """Its stops may be waiting for just that."""
         for stop_id in request.stop_ids:
             record = self._records.get(stop_id)
-            if record is not None:
-                self._update(record)
+            if record is None:
+                continue
+            if request.refused or not request.dispatched:
+                record.end_here(request)
+            self._update(record)
 
     def on_session(self, session: LeaderSession) -> None:
         """A leader came (back): ask it again for all that it has not resolved."""
@@ -218,18 +222,11 @@ class StopService:
     def _update(self, record: StopRecord) -> None:
         stop_trace.emit(record, self._exporter)
         record.touch()
+        if record.remote and record.matched:
+            self._tell_gateways(record)
 
-    def _remote_record(self, receipt: dict[str, Any]) -> StopRecord:
-        """Another gateway's stop, as far as its receipts tell; so this one can show it, too."""
-        stop = Stop(
-            stop_id=str(receipt["stop_id"]),
-            target=Target(),
-            reason=Reason(receipt["reason"]),
-            tenant=str(receipt.get("tenant") or ""),
-            admin=True,
-            issued_at=time.time(),
-        )
-        trace_id = str(receipt.get("trace_id") or "")
+    def _remember(self, stop: Stop, trace_id: str) -> StopRecord:
+        """Another gateway's stop; so this one can show it, too."""
         record = StopRecord(stop, Trace(trace_id, ""), "", remote=True)
         record.traced.update(("stop", "notify"))  # the one who issued it makes its spans
         self._records[stop.stop_id] = record
@@ -239,10 +236,11 @@ class StopService:
     # --- from Redis ---------------------------------------------------------------------------
 
     def _on_entry(self, fields: dict[str, str]) -> None:
-        """A stop on the gateways' stream: it may mean requests that no leader has yet."""
+        """A stop on the gateways' stream: it may mean requests that only this gateway knows of."""
         try:
+            signed = json.loads(fields["stop"])
             stop = verify(
-                json.loads(fields["stop"]),
+                signed,
                 self._keys,
                 now=time.time(),
                 age_max_s=self._settings.stop_stream_age_s,
@@ -255,25 +253,37 @@ class StopService:
         if stop.publisher == self._publisher_id:
             return
         principal = Principal(stop.tenant, stop.admin)
-        ended_here = [
-            request
-            for request in self._table.matching(stop.target, principal)
-            if covers(stop, request.uid, request.created) and self._cut(request, stop, None)
-        ]
-        known = [
-            request
-            for uid in stop.target.uids
-            if (request := self._table.get(uid, principal)) is not None
-            and request.outcome is not None
-            and request not in ended_here
-        ]
-        if ended_here or known:
-            self._tell_gateways(stop, ended_here, known)
+        found = self._table.matching(stop.target, principal)
+        matched = [request for request in found if covers(stop, request.uid, request.created)]
+        ended = self._ended(stop.target, principal)
+        if not matched and not ended:
+            return
+        record = self._records.get(stop.stop_id)
+        if record is None:
+            record = self._remember(stop, names.trace_id_of(stop.traceparent))
+        record.stop = stop  # receipts may have come first, and tell less
+        self._take(record, matched, ended)
+        self._pass_on(record, signed)
+        self._update(record)
 
-    def _tell_gateways(self, stop: Stop, stopped: list[Request], known: list[Request]) -> None:
-        requests = [*stopped, *known]
-        outcome = {str(o): sum(r.outcome is o for r in requests) for o in Outcome}
-        status = StopStatus.RECLAIMED if stopped else StopStatus.ALREADY_FINISHED
+    def _pass_on(self, record: StopRecord, signed: dict[str, Any]) -> None:
+        """Tell the leaders of its requests here, whom the stop's own gateway may not know.
+
+        They take it once, however often it comes; and their fronts, which may still prepare one of
+        the requests, read nothing but sessions.
+        """
+        for group in record.answering:
+            part = record.parts.setdefault(group, Part(record.stop.stop_id, group))
+            part.signed = signed
+            self.resender.add(part, at_once=True)
+
+    def _tell_gateways(self, record: StopRecord) -> None:
+        """Whose requests they are, at once; and when all ended, what no leader answers for."""
+        status = record.status_here
+        if status is record.told:
+            return
+        record.told = status
+        stop = record.stop
         receipt = {
             "stop_id": stop.stop_id,
             "group": self._here,
@@ -281,12 +291,13 @@ class StopService:
             "status": str(status),
             "reason": str(stop.reason),
             "tenant": stop.tenant,
-            "trace_id": names.trace_id_of(stop.traceparent),
-            "outcome": outcome,
-            "request_ids": [request.uid for request in requests[:REQUEST_IDS_MAX]],
-            "count": len(requests),
+            "trace_id": record.span.trace_id,
+            "outcome": record.here,
+            "request_ids": [request.uid for request in record.matched],
+            "count": sum(record.here.values()),
+            "groups": record.answering,
             "turn_effective": None,
-            "pending_on": [],
+            "pending_on": [] if status in RESOLVED else [f"{self._here}: {END_OWED}"],
             "ranks": [],
         }
         self.publisher.publish_receipt(receipt, self._receipts_stream)
@@ -325,3 +336,15 @@ class StopService:
 def _list_stop(request: Request, stop_id: str) -> None:
     if stop_id not in request.stop_ids and len(request.stop_ids) < _STOP_IDS_MAX:
         request.stop_ids.append(stop_id)
+
+
+def _stop_of(receipt: dict[str, Any]) -> Stop:
+    """A stop as far as a receipt tells. Raises on one that is malformed."""
+    return Stop(
+        stop_id=str(receipt["stop_id"]),
+        target=Target(),
+        reason=Reason(receipt["reason"]),
+        tenant=str(receipt.get("tenant") or ""),
+        admin=True,
+        issued_at=time.time(),
+    )

@@ -47,7 +47,7 @@ def _attributes(record: StopRecord) -> dict[str, Any]:
         "stopway.stop.reason": str(record.stop.reason),
         "stopway.stop.status": str(record.status),
     }
-    groups = [part.group for part in record.parts.values() if not part.unknown]
+    groups = [part.group for part in record.shown()]
     if groups:
         attributes["stopway.group"] = groups[0] if len(groups) == 1 else groups
     return attributes

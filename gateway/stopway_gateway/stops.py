@@ -12,7 +12,9 @@ from stopway_gateway.request import Request, Trace
 
 REQUEST_IDS_MAX = 100
 _ORDER = (StopStatus.ACCEPTED, StopStatus.NOTICED, StopStatus.STOPPED, StopStatus.RECLAIMED)
-_RESOLVED = (StopStatus.RECLAIMED, StopStatus.ALREADY_FINISHED)
+RESOLVED = (StopStatus.RECLAIMED, StopStatus.ALREADY_FINISHED)
+_BEFORE_ITS_TURN = (StopStatus.ACCEPTED, StopStatus.NOTICED)
+END_OWED = "the end of an answer"
 _COUNTS = ("tokens_discarded", "blocks_reclaimed", "blocks_cached", "blocks_lent")
 _RANK_KEYS = (
     "rank",
@@ -41,7 +43,7 @@ class Part:
     @property
     def resolved(self) -> bool:
         """Whether nothing more will come of it."""
-        return self.status in _RESOLVED
+        return self.status in RESOLVED
 
     @property
     def settled(self) -> bool:
@@ -58,6 +60,11 @@ class Part:
             and outcome.get("unknown", 0) > 0
             and sum(outcome.values()) == outcome["unknown"]
         )
+
+    @property
+    def defers(self) -> bool:
+        """Whether it is a gateway's that has ended nothing itself: its groups say what became."""
+        return "groups" in self.receipt and not sum(self.outcome.values())
 
     @property
     def outcome(self) -> dict[str, int]:
@@ -145,8 +152,10 @@ class StopRecord:
         self.parts: dict[str, Part] = {}
         self.matched: list[Request] = []  # of this gateway, up to REQUEST_IDS_MAX
         self.matched_count = 0
+        self.awaited: list[Request] = []  # of the matched ones, those that were live
         self.here = {str(outcome): 0 for outcome in Outcome}  # of them: that no leader answers for
         self.stopped_here = False
+        self.told: StopStatus | None = None  # to the other gateways, of this one's part
         self.tenants: set[str] = set()
         self.traced: set[str] = set()
         self._changed = asyncio.Event()
@@ -157,54 +166,84 @@ class StopRecord:
         self.tenants.add(request.tenant)
         if len(self.matched) < REQUEST_IDS_MAX:
             self.matched.append(request)
+            if request.outcome is None:
+                self.awaited.append(request)
+
+    def end_here(self, request: Request) -> None:
+        """The stop has ended one that no leader had, so that no leader answers for it."""
+        self.stopped_here = True
+        self.here[str(request.outcome)] += 1
+
+    @property
+    def status_here(self) -> StopStatus:
+        """How far the requests of this gateway are, apart from what their leaders say."""
+        if any(request.outcome is None for request in self.awaited):
+            return StopStatus.NOTICED
+        return StopStatus.RECLAIMED if self.stopped_here else StopStatus.ALREADY_FINISHED
+
+    @property
+    def answering(self) -> list[str]:
+        """The groups whose leaders answer for requests of this gateway."""
+        return sorted(
+            {
+                request.group
+                for request in self.awaited
+                if request.dispatched
+                and not request.refused
+                and request.outcome is not Outcome.FAILED
+            }
+        )
 
     @property
     def status(self) -> StopStatus:
         """How far it has come everywhere: the least of its parts."""
-        states = [self._status_of(part) for part in self.parts.values()]
+        answering = self._answering_elsewhere()
+        states = [self._status_of(part, part.group in answering) for part in self.parts.values()]
         if self.stopped_here:
             states.append(StopStatus.RECLAIMED)
         active = [state for state in states if state is not StopStatus.ALREADY_FINISHED]
         return min(active, key=_ORDER.index) if active else StopStatus.ALREADY_FINISHED
 
-    def _status_of(self, part: Part) -> StopStatus:
-        """How far a part has come, also where the stop came before its request.
+    def _answering_elsewhere(self) -> set[str]:
+        """The groups that had requests of other gateways, as those say."""
+        parts = self.parts.values()
+        return {str(group) for part in parts for group in part.receipt.get("groups") or ()}
 
-        When the request comes the stop takes effect, and another receipt says so; until then
-        nothing is proved. One that had finished never comes. Nor does one that was refused: if it
-        was the stop that ended it, then nothing of it was ever held.
+    def _status_of(self, part: Part, answering: bool) -> StopStatus:
+        """How far a part has come, also where its receipt has overtaken what it is about.
+
+        Where the stop came before its request, it takes effect when that comes, and another receipt
+        says so; until then nothing is proved. One that had finished never comes. Nor does one that
+        was refused: if it was the stop that ended it, then nothing of it was ever held.
         """
-        if not part.unknown:
-            return StopStatus.STOPPED if self._owes_an_end(part) else part.status
-        stopped = [
-            request
-            for request in self.matched
-            if request.group == part.group
-            and (request.outcome is None or request.outcome is Outcome.STOPPED)
-        ]
-        if not all(request.refused for request in stopped):
+        mine = [request for request in self.awaited if request.group == part.group]
+        overtaken = part.unknown and (
+            answering or any(r.outcome is Outcome.STOPPED and not r.refused for r in mine)
+        )
+        if overtaken or self._owes_an_end(part):
             return StopStatus.NOTICED
-        return StopStatus.RECLAIMED if stopped else part.status
+        refused = part.unknown and any(request.refused for request in mine)
+        return StopStatus.RECLAIMED if refused else part.status
 
     def _owes_an_end(self, part: Part) -> bool:
-        """Whether a resolved part has overtaken, by Redis, the ends on its leader's session.
+        """Whether a part has overtaken, by Redis, the ends on its leader's session.
 
         Who waits for the stop may ask for its requests next, and they must have their outcome.
         """
-        return part.resolved and any(
-            request.group == part.group and request.outcome is None for request in self.matched
+        return part.status not in _BEFORE_ITS_TURN and any(
+            request.group == part.group and request.outcome is None for request in self.awaited
         )
 
     def _pending_on(self, part: Part) -> list[str]:
         held = part.pending_on()
         if self._owes_an_end(part):
-            held.append(f"{part.group}: the end of an answer")
+            held.append(f"{part.group}: {END_OWED}")
         return held
 
     @property
     def resolved(self) -> bool:
         """Whether every part is."""
-        return self.status in _RESOLVED
+        return self.status in RESOLVED
 
     @property
     def known(self) -> bool:
@@ -216,7 +255,7 @@ class StopRecord:
     def reached(self, level: StopStatus) -> bool:
         """Whether it has come to ``level``, or further."""
         status = self.status
-        return status in _RESOLVED or _ORDER.index(status) >= _ORDER.index(level)
+        return status in RESOLVED or _ORDER.index(status) >= _ORDER.index(level)
 
     def touch(self) -> None:
         """Wake whoever waits for a change."""
@@ -274,6 +313,10 @@ class StopRecord:
             return next((o for o in ("failed", "stopped", "finished") if totals[o]), None)
         return totals
 
+    def shown(self) -> list[Part]:
+        """The parts that have something to say of the requests."""
+        return [part for part in self.parts.values() if not part.unknown and not part.defers]
+
     def to_json(self) -> dict[str, Any]:
         """The answer: the sum, then each group's part."""
         ids = self._request_ids()
@@ -288,5 +331,5 @@ class StopRecord:
             "trace_id": self.span.trace_id,
             "accepted_at": None if self.remote else self.stop.issued_at,
             "pending_on": [hold for part in self.parts.values() for hold in self._pending_on(part)],
-            "groups": [part.to_json() for part in self.parts.values() if not part.unknown],
+            "groups": [part.to_json() for part in self.shown()],
         }

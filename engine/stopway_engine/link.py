@@ -37,6 +37,7 @@ class Link:
         self._decoder = Decoder()
         self._out: deque[memoryview] = deque()
         self._queued = 0
+        self._finishing = False
         self._selector: selectors.BaseSelector | None = None
 
     def register(self, selector: selectors.BaseSelector) -> None:
@@ -63,6 +64,8 @@ class Link:
                     self._out.popleft()
                 else:
                     self._out[0] = self._out[0][sent:]
+            if self._finishing:
+                self.sock.shutdown(socket.SHUT_WR)
         except BlockingIOError:
             pass
         except OSError as error:
@@ -71,6 +74,16 @@ class Link:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
             if self._selector.get_key(self.sock).events != wanted:
                 self._selector.modify(self.sock, wanted, self)
+
+    def finish(self) -> None:
+        """Nothing more is sent: behind what is queued the other side reads the end.
+
+        What it says is still read, so that no write of its own fails and costs it what it has not
+        read yet. That it has gone is found there, too.
+        """
+        self._finishing = True
+        with contextlib.suppress(LinkClosed):
+            self.flush()
 
     def frames(self, now: float) -> Iterator[Frame]:
         """Everything that has come. Raises ``LinkClosed`` after the last frame of a closed one."""

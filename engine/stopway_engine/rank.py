@@ -53,6 +53,7 @@ CUDA_BATCH_TOKENS = 4096
 
 def main() -> None:
     """The process. Never returns: it exits with a code that tells ``supervise`` what to do."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to ``supervise``, too
     pod = Link(socket.socket(fileno=int(os.environ["STOPWAY_POD_FD"])), "supervise")
     try:
         code = _serve(pod)

@@ -1,4 +1,4 @@
-"""PID 1 of a pod: ``python -m stopway_engine.supervise``.
+"""The main process of a pod: ``python -m stopway_engine.supervise``.
 
 It starts the pod's ranks (and on the leader's pod the front), restarts all of the pod's ranks
 when one is lost, with its own backoff so that no crash loop of the kubelet's staggers a group,
@@ -229,7 +229,9 @@ class Supervisor:
     @property
     def ready(self) -> bool:
         """Whether every rank of this pod is in a complete epoch."""
-        return bool(self._ranks) and all(rank.state == "ready" for rank in self._ranks)
+        return bool(self._ranks) and all(
+            rank.code is None and rank.state == "ready" for rank in self._ranks
+        )
 
     async def _probes(self) -> None:
         async def healthz(_: Request) -> JSONResponse:

@@ -113,11 +113,6 @@ class TextCodec:
         return self._spec.vocab
 
     @property
-    def context(self) -> int:
-        """Positions that the model has."""
-        return self._spec.context
-
-    @property
     def piece_bytes_max(self) -> int:
         """Bytes of the longest token: no text has fewer tokens than its bytes over this."""
         return self._piece_bytes_max

@@ -7,18 +7,19 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from typing import Any
 
-from stopway_core.types import DEADLINE_REASONS, Reason
+from stopway_core.types import Reason
 from stopway_gateway import detection, limits, trace
 from stopway_gateway.auth import KeyRing, Principal
 from stopway_gateway.config import Settings
+from stopway_gateway.dispatch import Dispatcher
 from stopway_gateway.errors import ApiError, Scope
-from stopway_gateway.generation import Generation, tenant_salt
+from stopway_gateway.generation import Generation
 from stopway_gateway.metrics import Metrics
 from stopway_gateway.modes import ModeService
-from stopway_gateway.placement import Placement
 from stopway_gateway.registry import Registry
-from stopway_gateway.request import Refusal, Request
+from stopway_gateway.request import Request
 from stopway_gateway.requests_table import RequestsTable
 from stopway_gateway.schemas import invalid
 from stopway_gateway.session import LeaderSession, Listener
@@ -28,7 +29,7 @@ from stopway_telemetry import Exporter
 
 _LOG = logging.getLogger(__name__)
 _DRAIN_END_S = 2.0
-_DRAIN_STOPS_S = 1.0  # before a group's own deadline, so that each end has a receipt
+_DRAIN_STOPS_S = 2.0  # before a group's own deadline, so that each end has a receipt
 
 
 class Gateway:
@@ -46,7 +47,7 @@ class Gateway:
         )
         self.table = RequestsTable(settings.gateway_id, settings.keep_s, settings.keep_max)
         self.registry = Registry(settings, self._make_session)
-        self.placement = Placement()
+        self.dispatcher = Dispatcher(settings, self.registry)
         self.modes = ModeService(self.registry)
         self.words = AdminWords()
         self.stops = StopService(settings, self.table, self.registry, self.metrics, self.exporter)
@@ -157,82 +158,15 @@ class Gateway:
     def _group_drains(self, session: LeaderSession, seconds: float) -> None:
         """What still runs there when its time is nearly over is stopped, with a receipt."""
         in_s = max(seconds / 2, seconds - _DRAIN_STOPS_S)
-        asyncio.get_running_loop().call_later(in_s, self._stop_all_on, session)
+        loop = asyncio.get_running_loop()
+        loop.call_later(in_s, self._stop_all_on, session, session.hello)
 
-    def _stop_all_on(self, session: LeaderSession) -> None:
-        if not session.draining:
-            return  # it is back, in another epoch
+    def _stop_all_on(self, session: LeaderSession, hello: dict[str, Any]) -> None:
+        if not session.draining or session.hello is not hello:
+            return  # it came back, and what drains now has time of its own
         for request in list(session.live.values()):
             if request.outcome is None and request.cut is None:
                 self.stops.issue_for(request, Reason.DRAIN)
-
-    async def dispatch(self, request: Request) -> None:
-        """Give the request to a leader, or settle it when none is ready in time."""
-        generation = request.generation
-        bounds = [(self.settings.dispatch_wait_s, Reason.RANK_LOST)]
-        for name, ending in DEADLINE_REASONS.items():
-            limit = generation.deadlines[name]
-            if limit is not None:
-                bounds.append((limit, ending))
-        patience, reason = min(bounds, key=lambda each: each[0])
-        deadline = request.came + patience
-        while request.outcome is None and not request.gone:
-            ready = self.registry.ready()
-            session = self.placement.choose(ready, request.tenant, generation.conversation)
-            if session is not None:
-                session.submit(request, self._submission(request))
-                return
-            if ready:
-                request.settle(Reason.DRAIN, "Every group drains, for its admin; try again later.")
-                return
-            if time.monotonic() >= deadline:
-                request.settle(reason, "No group is ready; try again soon.")
-                return
-            await request.changed(max(0.0, deadline - time.monotonic()))
-
-    def _refused(self, session: LeaderSession, request: Request, refusal: Refusal) -> None:
-        """A group that has just begun to drain refuses what another may take: that is asked once.
-
-        Nothing was computed for it, and whoever stopped it in the meantime has cut it.
-        """
-        wanted = request.cut is None and not request.gone
-        if refusal.code == Reason.DRAIN and request.attempt == 1 and wanted:
-            others = [other for other in self.registry.ready() if other is not session]
-            conversation = request.generation.conversation
-            chosen = self.placement.choose(others, request.tenant, conversation)
-            if chosen is not None:
-                session.forget(request)
-                request.attempt += 1
-                chosen.submit(request, self._submission(request))
-                return
-        request.on_refused(refusal)
-
-    def _submission(self, request: Request) -> dict[str, object]:
-        generation = request.generation
-        waited_s = time.monotonic() - request.came
-        trace_ids = request.trace
-        return {
-            "type": "submit",
-            "uid": request.uid,
-            "attempt": request.attempt,
-            "tenant": request.tenant,
-            "salt": tenant_salt(self.settings.secret.get_secret_value(), request.tenant),
-            "n": generation.n,
-            "priority": generation.priority,
-            "grammar": generation.grammar,
-            "prompt": generation.prompt,
-            "params": generation.params,
-            "stop": generation.stop,
-            "include_stop_str_in_output": generation.include_stop,
-            # They run from the arrival here; the front counts from the arrival there.
-            "deadlines": {
-                name: None if limit is None else max(0.001, limit - waited_s)
-                for name, limit in generation.deadlines.items()
-            },
-            "conversation": generation.conversation,
-            "traceparent": f"00-{trace_ids.trace_id}-{trace_ids.span_id}-01",
-            "minted_at": time.time(),
-        }
 
     def client_left(self, request: Request) -> None:
         """Nobody waits for it any more: stop it, as soon as its group's policy has that noticed."""
@@ -264,6 +198,7 @@ class Gateway:
             self.stops.issue_for(request, request.cut or Reason.CLIENT_DISCONNECT)
 
     def _settled(self, request: Request) -> None:
+        self.dispatcher.forget(request)
         self.table.finish(request)
         self.metrics.outcomes.labels(str(request.outcome), str(request.reason)).inc()
         if request.first_text_at:
@@ -285,7 +220,7 @@ class Gateway:
                 receipt=self.stops.on_receipt,
                 change=self._session_changed,
                 draining=self._group_drains,
-                refused=self._refused,
+                refused=self.dispatcher.refused,
                 mode=self._mode_changed,
                 load=self._load_changed,
             ),
@@ -298,9 +233,7 @@ class Gateway:
 
     def _mode_changed(self, _: LeaderSession) -> None:
         self.modes.touch()
-        for request in self.table.live():
-            if not request.dispatched:
-                request.poke()
+        self.dispatcher.touch()
 
     def _load_changed(self, session: LeaderSession) -> None:
         if session.epoch is not None:

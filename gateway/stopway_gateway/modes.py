@@ -32,7 +32,7 @@ class ModeService:
         A group that connects again in the meantime is told again.
         """
         deadline = time.monotonic() + timeout_s
-        told: dict[str, object] = {}  # by group: the hello of the session that was told
+        told: dict[str, tuple[object, float]] = {}  # by group: its hello, the word before
         while True:
             pending = [text for group in groups if (text := self._tell(group, mode, told))]
             left = deadline - time.monotonic()
@@ -44,15 +44,19 @@ class ModeService:
             except TimeoutError:
                 pass
 
-    def _tell(self, group: str, mode: Mode, told: dict[str, object]) -> str:
-        """Tell a group once for each hello; what it is waited for, or an empty text."""
+    def _tell(self, group: str, mode: Mode, told: dict[str, tuple[object, float]]) -> str:
+        """Tell a group once for each hello; what it is waited for, or an empty text.
+
+        That it was in that mode before is no answer: to abort once more ends what has come since.
+        """
         session = self._registry.of_group(group)
         if session is None or not session.connected:
             return f"{group}: it is not connected, and was not told"
-        if told.get(group) is not session.hello:
-            told[group] = session.hello
+        if group not in told or told[group][0] is not session.hello:
+            told[group] = session.hello, session.said_at
             session.send_mode(mode)
-        return "" if session.mode is mode else f"{group}: its leader has not said so"
+        answered = session.answered_at > told[group][1]
+        return "" if answered and session.mode is mode else f"{group}: its leader has not said so"
 
     def shown(self, groups: Sequence[str]) -> list[dict[str, Any]]:
         """The state of ``groups``, as their leaders last told it."""

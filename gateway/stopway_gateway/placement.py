@@ -11,6 +11,16 @@ from stopway_gateway.session import LeaderSession
 _CONVERSATIONS_MAX = 10_000
 
 
+def takes(session: LeaderSession) -> bool:
+    """Whether a group that is ready takes requests: not while it drains, for an admin."""
+    return Mode.DRAINING not in (session.mode, session.wanted)
+
+
+def serves(session: LeaderSession) -> bool:
+    """Whether what it takes is computed: not while it is paused, or is just being told so."""
+    return session.mode is Mode.RUNNING and session.wanted is Mode.RUNNING
+
+
 class Placement:
     """Remembers where conversations went, the latest ``_CONVERSATIONS_MAX`` of them."""
 
@@ -26,8 +36,8 @@ class Placement:
         drains is never chosen. A conversation's cache is worth more than an even load, so affinity
         comes first; a home that does not serve is replaced by the choice made instead.
         """
-        taking = [session for session in ready if session.mode is not Mode.DRAINING]
-        serving = [session for session in taking if session.mode is Mode.RUNNING] or taking
+        taking = [session for session in ready if takes(session)]
+        serving = [session for session in taking if serves(session)] or taking
         if not serving:
             return None
         home = self._homes.get((tenant, conversation)) if conversation else None

@@ -105,12 +105,13 @@ class Request:
         self.client_request_id = client_request_id
         self.created = time.time()
         self.came = time.monotonic()
-        self.attempt = 1  # at a group
+        self.attempt = 1  # at a group: how many were asked, with that one
         self.choices = [Choice(index) for index in range(generation.n)]
         self.stop_ids: list[str] = []
         self.group = ""  # set when it is dispatched
         self.policy = ""  # of the group
         self.epoch: int | None = None
+        self.stretch = 0  # of its session, when it was submitted
         self.accepted = False
         self.refused = False  # its leader never had it, and never will
         self.refusal: Refusal | None = None  # what to tell the client of that

@@ -11,6 +11,7 @@ import uvicorn
 
 from stopway_gateway.app import App
 from stopway_gateway.config import ConfigError, Settings
+from stopway_gateway.errors import Message, Receive, Scope, Send
 from stopway_gateway.protocol import connection_class
 
 _CLOSE_S = 2
@@ -30,6 +31,28 @@ def listen(settings: Settings) -> socket.socket:
         ) from None
 
 
+class ClosingWhileDraining:
+    """An app whose answers, once its gateway drains, are the last ones on their connections.
+
+    A client that is refused sends its request again down the connection that it has: kept open,
+    that leads here until the end of the drain, however many other gateways there are.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection's scope; a response that has begun goes on as it is."""
+
+        async def send_closing(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._app.gateway.draining:
+                headers = [pair for pair in message["headers"] if pair[0] != b"connection"]
+                message = {**message, "headers": [*headers, (b"connection", b"close")]}
+            await send(message)
+
+        await self._app(scope, receive, send_closing)
+
+
 class GatewayServer(uvicorn.Server):
     """On SIGTERM it goes on listening (``/readyz`` says 503) until it is drained; then exits."""
 
@@ -37,7 +60,7 @@ class GatewayServer(uvicorn.Server):
         settings = app.gateway.settings
         super().__init__(
             uvicorn.Config(
-                app,
+                ClosingWhileDraining(app),
                 host=settings.bind_host,
                 port=settings.port,
                 http=connection_class(settings.tcp_user_timeout_s),

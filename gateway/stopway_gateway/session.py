@@ -64,6 +64,11 @@ class LeaderSession:
         self.retiring = False  # gone from the list of groups: takes nothing new
         self.superseded = False  # another session has a newer epoch of its group
         self.mode = Mode.RUNNING  # as its leader last told it
+        self.wanted = Mode.RUNNING  # an admin's newest word: the mode follows
+        self.said_at = 0.0  # Unix seconds: of the newest word that its front has told of
+        self.answered_at = 0.0  # the same, of the newest that its leader has answered
+        self.mode_messages = 0
+        self.stretch = 0  # of its time: a new one begins with each hello and each epoch
         self.hello: dict[str, Any] = {}
         self.load: dict[str, int] = {}
         self.live: dict[str, Request] = {}
@@ -112,7 +117,7 @@ class LeaderSession:
     def supersede(self, superseded: bool) -> None:
         """Whether its epoch is over, because its group has a newer one elsewhere."""
         if superseded and not self.superseded and self.epoch is not None:
-            self._end_epoch_soon(self.epoch)
+            self._later(self._end_superseded)
         self.superseded = superseded
 
     def submit(self, request: Request, message: dict[str, Any]) -> None:
@@ -120,10 +125,18 @@ class LeaderSession:
         request.group = self.group
         request.policy = str(self.hello.get("policy", ""))
         request.epoch = self.epoch
+        request.stretch = self.stretch
         request.release = lambda: self.forget(request)
         self.live[request.uid] = request
         self.outstanding += request.generation.cost
-        self._send(message)
+        self._send({**message, "epoch": self.epoch})
+
+    def take_back(self, request: Request) -> None:
+        """It was refused, and waits for another session as if it had never been here."""
+        self.forget(request)
+        request.group = request.policy = ""
+        request.epoch = None
+        request.release = lambda: None
 
     def forget(self, request: Request) -> None:
         """Its outcome is settled, or it goes elsewhere."""
@@ -138,6 +151,7 @@ class LeaderSession:
 
     def send_mode(self, mode: Mode) -> None:
         """Tell the group's leader; ``mode`` is this one when it says so."""
+        self.wanted = mode
         self._send({"type": "mode", "mode": mode})
 
     def _remind(self, message: dict[str, Any]) -> None:
@@ -148,6 +162,7 @@ class LeaderSession:
         )
         if word is not None:
             mode, said_at = word
+            self.wanted = mode
             self._send({"type": "mode", "mode": mode, "said_at": said_at})
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -224,6 +239,8 @@ class LeaderSession:
     def _on_hello(self, message: dict[str, Any]) -> None:
         # Also sent when a new epoch forms on a session that stands.
         self.mode = Mode(message["mode"])
+        self.said_at, self.answered_at = float(message["said_at"]), 0.0
+        self.wanted = Mode(message["wanted"] or Mode.RUNNING)
         self.group = str(message["group"])
         self._remind(message)
         self.hello = message
@@ -237,22 +254,37 @@ class LeaderSession:
 
     def _on_mode(self, message: dict[str, Any]) -> None:
         self.mode = Mode(message["mode"])
+        self.mode_messages += 1
+        said_at = float(message["said_at"])
+        if said_at > self.said_at:
+            # Its front has a word, with the old mode in force still. What it sent before it had
+            # ours has nothing newer, and must not undo that.
+            self.said_at = said_at
+            self.wanted = Mode(message["wanted"] or Mode.RUNNING)
+        else:
+            self.answered_at = said_at
         self._remind(message)
         self._listener.mode(self)
 
     def _on_epoch(self, message: dict[str, Any]) -> None:
         before, self.epoch = self.epoch, message["epoch"]
         if before is not None and before != self.epoch:
-            self._end_epoch_soon(before)
+            self._later(self._end_until)
+        self.stretch += 1
         self._listener.change(self)
 
-    def _end_epoch_soon(self, epoch: int) -> None:
+    def _later(self, end: Callable[[int], None]) -> None:
         # The leader ends the requests of an epoch that ended; if it does not, we do.
-        asyncio.get_running_loop().call_later(self._epoch_grace_s, self._end_epoch, epoch)
+        asyncio.get_running_loop().call_later(self._epoch_grace_s, end, self.stretch)
 
-    def _end_epoch(self, epoch: int) -> None:
+    def _end_superseded(self, stretch: int) -> None:
+        if self.superseded:
+            self._end_until(stretch)
+
+    def _end_until(self, stretch: int) -> None:
+        # Not by its epoch: when only the link broke, the same one goes on with new requests.
         for request in list(self.live.values()):
-            if request.epoch == epoch:
+            if request.stretch <= stretch:
                 request.settle(Reason.RANK_LOST, "The group restarted.")
 
     def _on_accepted(self, message: dict[str, Any]) -> None:

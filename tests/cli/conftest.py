@@ -27,7 +27,8 @@ from stopway_cli.stack import Commands, preflight
 from stopway_core.topology import EngineSettings
 from stopway_telemetry import SpanRecord, SpanStore
 
-# A pod and a gateway in one: says 200 to everything on the port that it was told.
+# A pod and a gateway in one: says 200 to everything on the port that it was told, as a gateway
+# with all groups.
 SERVER = """
 import http.server, json, os, pathlib
 name = os.environ.get("STOPWAY_POD_NAME") or "gateway"
@@ -40,8 +41,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
+        if groups:
+            known = json.loads(pathlib.Path(groups).read_text())["groups"]
+            self.wfile.write(json.dumps({{"groups": [group["name"] for group in known]}}).encode())
     def log_message(self, *args):
         pass
+groups = os.environ.get("STOPWAY_GROUPS_FILE")
 port = os.environ.get("STOPWAY_PORT") or os.environ["STOPWAY_FRONT_PORT"]
 http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
 """

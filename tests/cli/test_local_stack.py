@@ -79,6 +79,37 @@ async def test_every_process_is_told_where_the_others_are(
     assert not state_dir.exists()
 
 
+SLOW_GATEWAY = """
+import http.server, json, os, pathlib
+groups = json.loads(pathlib.Path(os.environ["STOPWAY_GROUPS_FILE"]).read_text())["groups"]
+names = [group["name"] for group in groups]
+asked = 0
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        global asked
+        asked += 1
+        pathlib.Path({out!r}).write_text(str(asked))
+        self.send_response(503 if asked == 1 else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps({{"groups": names[:asked - 1]}}).encode())
+    def log_message(self, *args):
+        pass
+http.server.HTTPServer(("127.0.0.1", int(os.environ["STOPWAY_PORT"])), Handler).serve_forever()
+"""
+
+
+async def test_it_is_ready_when_its_gateway_knows_every_group(
+    commands: Commands, settings: EngineSettings, script: Script, tmp_path: Path
+) -> None:
+    asked = tmp_path / "asked"
+    slow = script(SLOW_GATEWAY.format(out=str(asked)))
+    config = StackConfig(
+        groups=2, port=0, settings=settings, commands=Commands(commands.supervise, slow)
+    )
+    async with LocalStack(config):
+        assert asked.read_text() == "3"
+
+
 async def test_leaving_ends_every_process(
     commands: Commands, settings: EngineSettings, is_alive: Any
 ) -> None:

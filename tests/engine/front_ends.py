@@ -16,7 +16,6 @@ SECRET = "0123456789abcdef"
 class Codec:
     """One token for each byte."""
 
-    context = 1000
     vocab_size = 256
     piece_bytes_max = 1
 
@@ -39,6 +38,8 @@ class FakeSession:
 
     def close(self) -> None: ...
 
+    async def flushed(self) -> None: ...
+
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [message for message in self.sent if message["type"] == kind]
 
@@ -49,6 +50,7 @@ class Engine:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._decoder = Decoder()
+        self.link = self.take  # one object, as a link has
         self.told: list[Any] = []
 
     def take(self, data: bytes) -> None:
@@ -57,11 +59,13 @@ class Engine:
     def connect(self, epoch: int, mode: str = "running") -> None:
         self.told.clear()
         hello = {"epoch": epoch, "max_model_len": 100, "total_blocks": 9, "draining": False}
-        self._hub.engine_connected(hello, self.take)
-        self.say(hello=hello, mode=mode)
+        self._hub.engine_connected(self.link, {"hello": hello, "mode": mode})
 
     def say(self, **body: Any) -> None:
-        self._hub.engine_frame(Frame(FrameKind.FRONT_OUT, 1, 1, body, []))
+        self._hub.engine_frame(self.link, Frame(FrameKind.FRONT_OUT, 1, 1, body, []))
+
+    def leave(self) -> None:
+        self._hub.engine_lost(self.link)
 
     @property
     def submits(self) -> list[dict[str, Any]]:
@@ -82,5 +86,6 @@ def submit(uid: str, **fields: Any) -> dict[str, Any]:
         "prompt": {"text": "hi"},
         "params": {"max_tokens": 5},
         "minted_at": time.time(),
+        "epoch": 1,
         **fields,
     }

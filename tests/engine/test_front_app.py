@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
@@ -11,7 +13,8 @@ from stopway_engine.config import PodConfig
 from stopway_engine.front.app import FrontApp
 from stopway_engine.front.hub import Hub
 
-SECRET = "0123456789abcdef"
+from .front_ends import SECRET, FakeSession, submit
+
 PATH = "/internal/v1/session?gateway=gw"
 
 
@@ -24,6 +27,18 @@ def test_a_session_needs_the_secret(hub: Hub) -> None:
     client = TestClient(FrontApp(hub).asgi())
     with pytest.raises(WebSocketDisconnect), client.websocket_connect(PATH):
         pass
+
+
+async def test_a_request_that_is_none_is_refused(
+    hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session: Any = FakeSession()
+    message = submit("a")
+    del message["epoch"]
+    await FrontApp(hub)._submit(session, message)
+    (refused,) = session.sent
+    assert (refused["uid"], refused["status"], refused["code"]) == ("a", 500, "engine_error")
+    assert "'epoch'" in capsys.readouterr().err
 
 
 def test_a_mode_comes_from_a_gateway_and_nonsense_ends_its_session(

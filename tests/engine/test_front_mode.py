@@ -38,17 +38,15 @@ def test_a_new_front_is_reminded_before_its_leader_comes(front: Front) -> None:
     assert new.mode.fields() == {"mode": "running", "wanted": None, "said_at": 0.0}
     new.mode.say(*word)
     new.leader.clear()
-    new.mode.leader_came()
+    new.mode.leader_came(Mode.RUNNING)  # it said so before it had been told
     assert new.leader == ["wait"]  # before anything else
-    new.mode.leader_says(Mode.RUNNING, first=True)  # it said so before it had been told
     assert new.mode.fields()["mode"] == "running" and reminder(new) == word
-    new.mode.leader_says(Mode.WAITING, first=False)
+    new.mode.leader_says(Mode.WAITING)
     assert new.mode.fields()["mode"] == "wait"
 
 
 def test_a_reminder_that_comes_after_the_leader_still_counts(front: Front) -> None:
-    front.mode.leader_came()
-    front.mode.leader_says(Mode.RUNNING, first=True)
+    front.mode.leader_came(Mode.RUNNING)
     assert front.leader == []
     front.mode.say(Mode.FROZEN, 5.0)
     assert front.leader == ["keep"]
@@ -72,16 +70,32 @@ def test_an_admins_word_is_newer_than_any_reminder_whatever_the_clocks_say(front
 
 
 def test_a_front_that_is_younger_than_its_leader_takes_its_word(front: Front) -> None:
-    front.mode.leader_came()
-    front.mode.leader_says(Mode.WAITING, first=True)
-    assert front.gateways[-1]["mode"] == "wait" and front.leader == []
-    front.mode.leader_came()  # the next epoch's
+    front.mode.leader_came(Mode.WAITING)
+    assert front.mode.fields()["mode"] == "wait" and front.leader == []
+    front.mode.leader_came(Mode.RUNNING)  # the next epoch's
     assert front.leader == ["wait"]
     assert front.mode.fields()["said_at"] == LONG_AGO  # so that gateways remember it, too
 
 
+def test_what_a_leader_is_in_counts_unless_the_group_was_as_wanted(front: Front) -> None:
+    front.mode.leader_came(Mode.WAITING)
+    front.mode.say(Mode.FROZEN)  # no leader answers
+    front.mode.leader_came(Mode.RUNNING)
+    assert front.mode.fields()["mode"] == "running"  # and neither the old nor the wanted one
+    front.mode.leader_says(Mode.FROZEN)
+    front.mode.leader_came(Mode.RUNNING)
+    assert front.mode.fields()["mode"] == "keep"  # it has been told so before all else
+
+
+def test_each_answer_is_passed_on(front: Front) -> None:
+    front.mode.leader_came(Mode.RUNNING)
+    for _ in range(2):
+        front.mode.leader_says(Mode.RUNNING)
+    assert [fields["mode"] for fields in front.gateways] == ["running", "running"]
+
+
 def test_a_word_whose_age_is_known_is_newer_than_the_leaders(front: Front) -> None:
-    front.mode.leader_says(Mode.WAITING, first=True)
+    front.mode.leader_came(Mode.WAITING)
     front.mode.say(Mode.RUNNING, 2.0)
     assert front.leader == ["running"]
 

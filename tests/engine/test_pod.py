@@ -8,16 +8,21 @@ import socket
 import subprocess
 import sys
 from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from stopway_core.wire import Decoder, FrameKind, encode
-from stopway_engine.config import EXIT_CONFIG
+from stopway_core.wire import Decoder, Frame, FrameKind, encode
+from stopway_engine.config import EXIT_CONFIG, PodConfig
 from stopway_engine.front.stops import FrontStops
 from stopway_engine.link import Link, LinkClosed
 from stopway_engine.pod import children
 from stopway_engine.pod.children import RankProcess, wait_for_exit
+from stopway_engine.supervise import Supervisor
+
+from .signals import ignores_sigint
 
 
 class Unstarted(RankProcess):
@@ -68,6 +73,40 @@ async def test_a_rank_that_hears_no_word_yet_is_ended_by_a_drain() -> None:
     rank = RankProcess(0, dict(os.environ), lambda rank, frame: None)
     rank.drain()
     assert await asyncio.wait_for(rank.run(), 60) == -signal.SIGTERM
+
+
+@pytest.mark.model
+async def test_a_rank_is_deaf_to_a_terminal() -> None:
+    """Its Ctrl-C goes to all processes in the foreground; ``supervise`` decides."""
+    states: list[str] = []
+    deaf: list[bool] = []
+
+    def on_frame(rank: RankProcess, frame: Frame) -> None:
+        states.append(frame.body.get("state", "fatal"))
+        deaf.append(ignores_sigint(rank.pid))
+        rank.kill()
+
+    env = {"STOPWAY_SECRET": "s" * 32, "STOPWAY_PIPELINE": "2", "STOPWAY_RANKS_PER_POD": "2"}
+    rank = RankProcess(1, {**os.environ, **env}, on_frame)
+    await asyncio.wait_for(rank.run(), 60)
+    assert states[0] == "forming" and all(deaf)
+
+
+def test_a_pod_whose_rank_has_gone_is_not_ready(tmp_path: Path) -> None:
+    def rank(state: str = "ready", code: int | None = None) -> Any:
+        return SimpleNamespace(state=state, code=code)
+
+    with socket.create_server(("127.0.0.1", 0)) as health:
+        pod = Supervisor(PodConfig(secret="s" * 32), tmp_path, health)
+        assert not pod.ready
+        for ranks, ready in [
+            ([rank(), rank()], True),
+            ([rank(), rank("loading")], False),
+            ([rank(), rank(code=1)], False),  # what it said last is still known
+            ([rank(code=0)], False),
+        ]:
+            pod._ranks = ranks
+            assert pod.ready is ready
 
 
 async def test_an_exit_may_be_asked_for_again() -> None:

@@ -25,6 +25,8 @@ from stopway_core import names
 from stopway_core.signing import StopError, verify
 
 SECRET = "service-secret"
+DRAINS = {"status": 503, "message": "this group is draining", "code": "drain", "param": None}
+LOST = {"status": 503, "message": "a rank was lost", "code": "rank_lost", "param": None}
 STAGES = ("noticed", "stopped", "reclaimed")
 
 
@@ -162,23 +164,7 @@ class Leader:
             await socket.close(1008)
             return
         await socket.accept()
-        await socket.send_text(
-            json.dumps(
-                {
-                    "type": "hello",
-                    "group": self.group,
-                    "epoch": self.epoch,
-                    "model": "smollm2-135m-instruct",
-                    "max_model_len": 2048,
-                    "total_blocks": 100,
-                    "block_size": 16,
-                    "ranks": self.ranks,
-                    "policy": self.policy,
-                    "numerics": "fast",
-                    **self._mode_fields(),
-                }
-            )
-        )
+        await socket.send_text(json.dumps(self._hello()))
         self._sockets.add(socket)
         await self._note()
         try:
@@ -199,6 +185,21 @@ class Leader:
                     self._finish(job, "client_disconnect", "stopped")
             await self._note()
 
+    def _hello(self) -> dict[str, Any]:
+        return {
+            "type": "hello",
+            "group": self.group,
+            "epoch": self.epoch,
+            "model": "smollm2-135m-instruct",
+            "max_model_len": 2048,
+            "total_blocks": 100,
+            "block_size": 16,
+            "ranks": self.ranks,
+            "policy": self.policy,
+            "numerics": "fast",
+            **self._mode_fields(),
+        }
+
     def _mode_fields(self) -> dict[str, Any]:
         wanted, said_at = self.word
         return {"mode": self.mode, "wanted": wanted, "said_at": said_at}
@@ -214,6 +215,7 @@ class Leader:
                 return
             self.word = mode, said_at
         await self._note()
+        await self.send({"type": "mode", **self._mode_fields()})  # a front has it
         if not self.answer_modes:
             return
         if mode == "abort":
@@ -225,6 +227,11 @@ class Leader:
         """The mode that is in force, for every gateway."""
         self.mode = mode
         await self.send({"type": "mode", **self._mode_fields()})
+
+    async def say_hello(self, epoch: int) -> None:
+        """On sessions that stand: ``epoch`` has formed, or has a link to its front again."""
+        self.epoch = epoch
+        await self.send(self._hello())
 
     async def start_anew(self) -> None:
         """Another pod in its place: sessions break, and what was said to it is forgotten."""
@@ -239,11 +246,12 @@ class Leader:
             await self._note()
             return
         self.jobs[job.uid] = job
+        refusal = LOST if message["epoch"] != self.epoch else self.plan.refuse
         if job.uid in self.tombstones:
             await self._end(job, "client_cancel", "stopped")
-        elif self.plan.refuse is not None:
+        elif refusal is not None:
             job.ended = {}
-            await self.send({"type": "refused", "uid": job.uid, **self.plan.refuse})
+            await self.send({"type": "refused", "uid": job.uid, **refusal})
         else:
             job.task = asyncio.create_task(self._work(job, self.plan))
             self._tasks.add(job.task)

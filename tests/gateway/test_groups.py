@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from stopway_core.events import Mode
+from stopway_gateway.dispatch import ATTEMPTS_MAX
 
 from .conftest import ACME, Make, MoreLeaders, Stack, completion
-from .leader import Leader, Plan
+from .leader import DRAINS, Leader, Plan
 
 
 async def groups_of(stack: Stack) -> dict[str, dict[str, Any]]:
@@ -95,6 +96,24 @@ async def test_the_wait_runs_out_with_who_is_missing(
     # It goes on: the leader says so later.
     await second.say_mode("wait")
     await stack.until(lambda: all(s.mode is Mode.WAITING for s in stack.gateway.registry.ready()))
+
+
+async def test_the_same_word_again_waits_for_its_own_answer(stack: Stack, leader: Leader) -> None:
+    """To abort once more ends what has come since, and the figures are to show that."""
+    abort = {"mode": "abort"}
+    assert (await stack.client.post("/v1/groups/pause", json=abort)).status_code == 200
+    await leader.send({"type": "load", "running": 0, "waiting": 3})
+    session = stack.gateway.registry.of_group("g0")
+    await stack.until(lambda: session.load.get("waiting") == 3)
+    leader.answer_modes = False
+    task = asyncio.create_task(stack.client.post("/v1/groups/pause", json=abort))
+    await leader.wait_for(lambda: leader.modes == ["abort", "abort"])
+    await leader.send({"type": "load", "running": 0, "waiting": 0})
+    await leader.say_mode("abort")
+    reply = await task
+    assert (reply.status_code, reply.json()["groups"][0]["waiting"]) == (200, 0)
+    late = await stack.client.post("/v1/groups/pause", json={**abort, "timeout": 0.05})
+    assert (late.status_code, len(late.json()["pending_on"])) == (202, 1)
 
 
 async def test_a_group_that_connects_again_is_told_again(stack: Stack, leader: Leader) -> None:
@@ -202,21 +221,24 @@ async def test_a_drain_of_all_groups_refuses_until_they_resume(
 
 @pytest.mark.parametrize(
     ("status", "code", "reason"),
-    [(503, "drain", "drain"), (503, "not_ready", "rank_lost"), (429, "queue_full", "bad_input")],
+    [
+        (503, "drain", "drain"),
+        (503, "rank_lost", "rank_lost"),
+        (503, "not_ready", "rank_lost"),
+        (429, "queue_full", "bad_input"),
+    ],
 )
 async def test_a_leaders_refusal_says_when_to_come_again(
-    stack: Stack, leader: Leader, status: int, code: str, reason: str
+    make: Make, leader: Leader, status: int, code: str, reason: str
 ) -> None:
-    """As when it drains, and this gateway has not heard so yet."""
+    """As when it drains, and no other group takes it in time."""
+    stack = await make([leader], dispatch_wait_s=0.05)
     leader.plan = Plan(refuse={"status": status, "message": "no", "code": code, "param": None})
     reply = await stack.client.post("/v1/completions", json=completion())
     assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
     assert reply.headers["retry-after"] == "1"
     shown = await stack.client.get(f"/v1/requests/{reply.headers['x-request-id']}")
     assert shown.json()["reason"] == reason
-
-
-DRAINS = {"status": 503, "message": "this group is draining", "code": "drain", "param": None}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -244,16 +266,16 @@ async def test_what_a_group_that_begins_to_drain_refuses_another_takes(
     }
 
 
-async def test_one_that_two_groups_refuse_is_refused(
-    make: Make, leader: Leader, second: Leader, more_leaders: MoreLeaders
+async def test_one_that_many_groups_refuse_is_refused(
+    make: Make, more_leaders: MoreLeaders
 ) -> None:
-    third = await more_leaders("g2")
-    stack = await make([leader, second, third])
-    for each in (leader, second, third):
+    leaders = [await more_leaders(f"g{n}") for n in range(ATTEMPTS_MAX + 1)]
+    stack = await make(leaders)
+    for each in leaders:
         each.plan = Plan(refuse=DRAINS)
     reply = await stack.client.post("/v1/completions", json=completion())
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "drain")
-    assert sum(len(each.seen) for each in (leader, second, third)) == 2
+    assert [len(each.seen) for each in leaders] == [1] * ATTEMPTS_MAX + [0]
 
 
 async def test_one_that_was_stopped_goes_to_no_other_group(

@@ -128,6 +128,7 @@ class Disturber:
             additional_headers={"Authorization": f"Bearer {secret}"},
             proxy=None,
         ) as socket:
+            hello = json.loads(await asyncio.wait_for(socket.recv(), 30))
             await socket.send(json.dumps({"type": "stop", "stop": signing.sign(stop, secret)}))
             while True:  # until a turn has it
                 message = json.loads(await asyncio.wait_for(socket.recv(), 30))
@@ -137,6 +138,7 @@ class Disturber:
                 "type": "submit",
                 "uid": uid,
                 "attempt": 1,
+                "epoch": hello["epoch"],
                 "tenant": "default",
                 "n": 1,
                 "prompt": {"messages": self.prompt()},

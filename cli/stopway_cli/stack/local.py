@@ -27,7 +27,7 @@ from stopway_core.topology import Addresses, GroupPlan, PodPlan
 
 GATEWAY = "gateway"
 _POLL_S = 0.1
-_STOP_MARGIN_S = 5.0  # beyond the engine's own drain time
+_STOP_MARGIN_S = 15.0  # beyond the engine's own drain time: its last words, its front's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,13 +241,14 @@ class LocalStack:
 
     async def _poll_ready(self, end: float) -> None:
         total = len(self.front_urls)
+        groups = set(self.front_urls)
         async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
             while True:
                 fronts = await asyncio.gather(
                     *(_answers(client, f"{url}/readyz") for url in self.front_urls.values())
                 )
                 ready = sum(fronts)
-                if ready == total and await _answers(client, f"{self.url}/readyz"):
+                if ready == total and groups <= await _ready_groups(client, self.url):
                     self._report("ready", ready)
                     return
                 what = "loading the model" if ready < total else "waiting for the gateway"
@@ -334,6 +335,15 @@ async def _answers(client: httpx.AsyncClient, url: str) -> bool:
         return (await client.get(url)).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+async def _ready_groups(client: httpx.AsyncClient, gateway: str) -> set[str]:
+    """The groups that the gateway at ``gateway`` would give a request to."""
+    try:
+        reply = await client.get(f"{gateway}/readyz")
+        return set(reply.json()["groups"]) if reply.status_code == 200 else set()
+    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        return set()  # it only begins, or is not ours
 
 
 def _reachable(host: str) -> str:

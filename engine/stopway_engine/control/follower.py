@@ -103,6 +103,8 @@ class Follower(ControlLoop):
         self._send(FrameKind.REPORT, {"stops": entries})
 
     def on_drain(self) -> None:
+        if self._final:
+            return  # it leaves already, and the leader may have gone
         if not self.ready:
             raise EpochEnded("told to drain before it was loaded")
         self._send(FrameKind.REPORT, {"drain": True})

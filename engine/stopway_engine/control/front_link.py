@@ -33,6 +33,23 @@ def receive(leader: Leader, frame: Frame) -> None:
         leader.to_front({"ledger": body["ledger"], "snapshot": snapshot(leader)})
 
 
+def hello(leader: Leader) -> dict[str, Any]:
+    """The body of the first frame to a front, before any other word of this leader."""
+    config, planner = leader.config, leader.planner
+    return {
+        "hello": {
+            "group": config.group,
+            "epoch": leader.epoch,
+            "max_model_len": planner.config.max_model_len,
+            "total_blocks": leader.replica.ledger.blocks.total,
+            "block_size": config.block_size,
+            "ranks": config.world,
+            "draining": leader.state == "draining",
+        },
+        "mode": planner.mode,
+    }
+
+
 def submit_frame(submission: Submission) -> bytes:
     """The frame that ``receive`` turns back into ``submission``."""
     params = submission.params

@@ -31,6 +31,7 @@ from stopway_core.wire import Frame, FrameKind, encode
 from stopway_engine.config import PodConfig
 from stopway_engine.control import front_link
 from stopway_engine.control.follower import result_of
+from stopway_engine.control.goodbye import GOODBYE_S, Goodbye
 from stopway_engine.control.loop import ControlLoop, EpochEnded
 from stopway_engine.control.shape import StepShape, StepTime
 from stopway_engine.exec_thread import Done, ExecThread
@@ -41,7 +42,6 @@ from stopway_engine.trace import request_spans
 FRONT_RETRY_S = 0.2
 STEP_TIMES_MAX = 1024
 OVERLAP = 2  # steps in flight of one stage: the next is ready when one ends
-GOODBYE_S = 2.0
 
 
 class Leader(ControlLoop):
@@ -107,7 +107,8 @@ class Leader(ControlLoop):
         self._executed_at = 0.0
         self._load: dict[str, int] = {}
         self._mode = Mode.RUNNING  # as the front was last told
-        self._final_at: float | None = None
+        self._mode_owed = False  # the front has said a word that was not answered yet
+        self._goodbye: Goodbye | None = None  # from when all has ended
         self._clock = time.time() - mono  # planned time never jumps when the wall clock is set
         self._draining = False
 
@@ -130,7 +131,8 @@ class Leader(ControlLoop):
 
     def on_frame(self, link: Link, frame: Frame) -> None:
         if link is self._front:
-            front_link.receive(self, frame)
+            if self._goodbye is None:  # later, nobody is left to do what it says
+                front_link.receive(self, frame)
             return
         if frame.epoch != self.epoch:
             raise EpochEnded(f"{link.name} sent a frame of epoch {frame.epoch}")
@@ -191,8 +193,9 @@ class Leader(ControlLoop):
         self._events.append(event)
 
     def set_mode(self, mode: Mode) -> None:
-        """An admin pauses the group, or resumes it: in the next turn."""
+        """An admin pauses the group, or resumes it: in the next turn. Each word is answered."""
         self._events.append(ModeChanged(mode))
+        self._mode_owed = True
 
     # --- readiness, drain, loss ----------------------------------------------------------
 
@@ -214,13 +217,15 @@ class Leader(ControlLoop):
             # Nobody is left to deliver to: the front's sessions went with it.
             self._events += front_link.leases_lost(self._gateways)
             self._gateways.clear()
-        elif self._final_at is None or link is self.pod:
+        elif self._goodbye is None or link is self.pod:
             raise EpochEnded(why)
         else:
             link.close()
             self.followers.remove(link)
 
     def on_beat(self, mono: float) -> None:
+        if self._goodbye is not None:
+            return  # the followers have been sent home, and that has a bound of its own
         turn = self.replica.turn
         counters = {"applied": turn, "executed": self.executed}
         keepalive = encode(FrameKind.KEEPALIVE, counters, epoch=self.epoch, turn=turn)
@@ -236,12 +241,12 @@ class Leader(ControlLoop):
             break  # the oldest is the first
 
     def _timers(self, mono: float) -> list[float | None]:
+        if self._goodbye is not None:
+            return [self._goodbye.until]
         timer = self.planner.next_timer()
         timers: list[float | None] = [None if timer is None else timer - self._clock]
         if self.serving and self._front is None:
             timers.append(self._front_at)
-        if self._final_at is not None:
-            timers.append(self._final_at)
         return timers
 
     # --- turns ---------------------------------------------------------------------------
@@ -249,7 +254,7 @@ class Leader(ControlLoop):
     def on_tick(self, mono: float) -> None:
         if not self.serving:
             return
-        if self._final_at is not None:
+        if self._goodbye is not None:
             # The followers have been sent home. What comes now, nobody is left to do; the end of
             # this epoch answers for it.
             self._leave(mono)
@@ -263,12 +268,18 @@ class Leader(ControlLoop):
                 break
             self._dispatch(planned)
         self._publish(None)
-        if self.planner.mode is not self._mode:
-            self._mode = self.planner.mode
-            self.log(f"group {self.config.group}: mode {self._mode.value}")
-            self.to_front({"mode": self._mode})
+        self._tell_mode()
         if self.planner.drained:
             self._leave(mono)
+
+    def _tell_mode(self) -> None:
+        if self.planner.mode is not self._mode:
+            self._mode = self.planner.mode
+            self._mode_owed = True
+            self.log(f"group {self.config.group}: mode {self._mode.value}")
+        if self._mode_owed:
+            self._mode_owed = False
+            self.to_front({"mode": self._mode})
 
     def _dispatch(self, planned: Planned) -> None:
         turn = planned.turn
@@ -356,37 +367,23 @@ class Leader(ControlLoop):
         self._front = Link(sock, "the front")
         self._front.register(self.selector)
         self._load = {}
-        config = self.planner.config
-        self.to_front(
-            {
-                "hello": {
-                    "group": self.config.group,
-                    "epoch": self.epoch,
-                    "max_model_len": config.max_model_len,
-                    "total_blocks": self.replica.ledger.blocks.total,
-                    "block_size": self.config.block_size,
-                    "ranks": self.config.world,
-                    "draining": self._draining,
-                },
-                "mode": self._mode,
-            }
-        )
+        self.to_front(front_link.hello(self))
 
     def _leave(self, mono: float) -> None:
-        """Everything has ended: say so to all, and go once they have gone (or time is up)."""
-        if self._final_at is None:
-            self._final_at = mono + GOODBYE_S
+        """Everything has ended: say so to all, and go once they have heard it (or time is up)."""
+        if self._goodbye is None:
+            self._goodbye = Goodbye(mono)
             final = encode(FrameKind.FINAL, epoch=self.epoch, turn=self.replica.turn)
             for link in self.followers:
                 self._send(link, final)
-        if not self.followers or mono >= self._final_at:
+        if self._goodbye.over(mono, self.followers, self._front):
             if self._front is not None:
-                self._front.drain(1.0)
+                self.log(f"the front has not read this epoch's last words in {GOODBYE_S:g} s")
             self.close()
 
     def _send(self, link: Link, frame: bytes) -> None:
         try:
             link.send(frame)
         except LinkClosed as closed:
-            if self._final_at is None:
+            if self._goodbye is None:
                 raise EpochEnded(str(closed)) from None

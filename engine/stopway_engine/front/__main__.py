@@ -20,6 +20,7 @@ from stopway_engine.modelspec import ModelError, resolve_model
 from stopway_engine.tokenizer import load_codec
 
 FLUSH_S = 1.0
+LAST_WORDS_S = 2.0  # with all that follows, less than ``supervise`` gives a front to end
 
 
 async def engine_connection(
@@ -28,21 +29,51 @@ async def engine_connection(
     """One life of the leader rank: its first frame is its hello."""
     decoder = Decoder()
     greeted = False
+    send = writer.write  # one object: the hub tells links apart by it
     try:
         while data := await reader.read(1 << 18):
             for frame in decoder.feed(data):
                 if frame.kind is not FrameKind.FRONT_OUT:
                     raise WireError(f"{frame.kind.name} from the leader rank")
-                if not greeted:
+                if greeted:
+                    hub.engine_frame(send, frame)
+                else:
                     greeted = True
-                    hub.engine_connected(frame.body["hello"], writer.write)
-                hub.engine_frame(frame)  # the first one may say more than its hello
+                    hub.engine_connected(send, frame.body)
     except (OSError, WireError) as error:
         print(f"the leader rank is lost: {error}", file=sys.stderr, flush=True)
     finally:
-        if greeted:
-            hub.engine_lost()
-        writer.close()
+        hub.engine_lost(send)
+        writer.close()  # a leader that leaves waits for this: what it said has been handled
+
+
+def told_to_end() -> asyncio.Event:
+    """Set by SIGTERM, and when ``supervise`` is gone."""
+    loop = asyncio.get_running_loop()
+    parent = int(os.environ["STOPWAY_PARENT_FD"])
+    told = asyncio.Event()
+
+    def end() -> None:
+        loop.remove_reader(parent)  # it stays readable
+        told.set()
+
+    loop.add_signal_handler(signal.SIGTERM, end)
+    loop.add_reader(parent, end)  # readable when the other end is closed
+    return told
+
+
+async def end_after_last_words(told: asyncio.Event, hub: Hub, server: HttpServer) -> None:
+    """Once ``told``, end ``server`` as soon as all that the leader has said has been sent on.
+
+    The ranks are gone or going by then. What their leader said last may not have been read yet, and
+    a server that ends closes its sessions whatever is still queued for them.
+    """
+    await told.wait()
+    try:
+        await asyncio.wait_for(hub.last_words(), LAST_WORDS_S)
+    except TimeoutError:
+        print("the front ends though its last words are not sent", file=sys.stderr, flush=True)
+    server.should_exit = True
 
 
 async def serve(config: PodConfig) -> None:
@@ -52,15 +83,7 @@ async def serve(config: PodConfig) -> None:
     hub = Hub(config, codec, publisher.publish)
     sock = socket.create_server((config.bind_host, config.front_port), backlog=128)
     server = HttpServer(FrontApp(hub).asgi())
-
-    def end() -> None:
-        server.should_exit = True
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end)
-    parent = int(os.environ["STOPWAY_PARENT_FD"])
-    loop.add_reader(parent, end)  # readable when the other end is closed
+    ending = asyncio.create_task(end_after_last_words(told_to_end(), hub, server))
     path = os.environ["STOPWAY_FRONT_SOCKET"]
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # of the front before this one
@@ -73,12 +96,14 @@ async def serve(config: PodConfig) -> None:
     finally:
         connections.close()
         await publisher.flush(FLUSH_S)
-        publishing.cancel()
-        await asyncio.gather(publishing, return_exceptions=True)
+        for task in (ending, publishing):
+            task.cancel()
+        await asyncio.gather(ending, publishing, return_exceptions=True)
 
 
 def main() -> None:
     """The process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to ``supervise``, too
     try:
         config = load_config()
         asyncio.run(serve(config))

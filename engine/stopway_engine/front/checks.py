@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from stopway_core.admission import REFUSE_DRAIN
 from stopway_core.types import Reason, Stop, covers
 from stopway_engine.front.requests import Rejected
 
@@ -90,10 +89,10 @@ class GrammarChecks:
             if check.lease == lease:
                 _reject(check, _stopped(Reason.CLIENT_DISCONNECT))
 
-    def drain(self) -> None:
-        """Reject all: the group leaves, and another may check and take them."""
+    def refuse_all(self, message: str, code: Reason) -> None:
+        """Reject all: the group cannot take them, and another may check and take them."""
         for check in self._open.values():
-            _reject(check, Rejected(REFUSE_DRAIN, status=503, code=Reason.DRAIN, param=None))
+            _reject(check, Rejected(message, status=503, code=code, param=None))
 
     def _leave(self, check: _Check) -> None:
         line = self._lines.get(check.tenant)

@@ -5,24 +5,28 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from stopway_core import names
 from stopway_core.admission import REFUSE_DRAIN
 from stopway_core.events import Mode
-from stopway_core.types import Outcome, Reason, Stop, finish_reason_of
+from stopway_core.types import Outcome, Reason, Stop, Submission, finish_reason_of
 from stopway_core.wire import Frame, FrameKind, encode
 from stopway_engine.config import PodConfig
 from stopway_engine.control.front_link import submit_frame
 from stopway_engine.front.mode import GroupMode
 from stopway_engine.front.prepare import Clock, Preparation
-from stopway_engine.front.requests import FrontRequest, Rejected, submission
+from stopway_engine.front.requests import FrontRequest, Rejected, epoch_of, submission
 from stopway_engine.front.session import Session
 from stopway_engine.front.stops import FrontStops
 from stopway_engine.front.text import ChoiceText
 from stopway_engine.tokenizer import TextCodec
 
 LOST = "a rank of this group was lost; send the request again"
+
+
+Send = Callable[[bytes], None]
 
 
 class Hub:
@@ -39,7 +43,9 @@ class Hub:
         self.sessions: dict[str, Session] = {}
         self.stops = FrontStops(config.group, self._on_receipt)
         self._publish_receipt = publish_receipt
-        self._send_engine: Callable[[bytes], None] | None = None
+        self._send_engine: Send | None = None  # of the link that stands, and tells it from others
+        self._alone = asyncio.Event()  # no link to a leader stands
+        self._alone.set()
         self._hello: dict[str, Any] = {}
         self._draining = False
         self.mode = GroupMode(self._engine, self._tell_all)
@@ -104,38 +110,52 @@ class Hub:
         self._choices = {k: v for k, v in self._choices.items() if v[0].session is not session}
         self._engine({"lease_lost": session.lease})
 
+    async def last_words(self) -> None:
+        """Wait until the leader's link has ended, and sessions were sent all that came of it."""
+        await self._alone.wait()
+        await asyncio.gather(*(session.flushed() for session in self.sessions.values()))
+
     async def submit(self, session: Session, message: Mapping[str, Any]) -> None:
         """Check and tokenize a request and pass it on, or say why not."""
         uid = message["uid"]
+        check_epoch = partial(self._check_epoch, epoch_of(message), self._send_engine)
         clock = Clock(message, self.config)
-        limit = self._hello.get("max_model_len", 0)
         try:
-            tokens = await self._preparation.tokens(message, session.lease, clock, limit)
+            check_epoch()
+            limit = self._hello["max_model_len"]
+            tokens = await self._preparation.tokens(
+                message, session.lease, clock, limit, check_epoch
+            )
             left = clock.left()
+            if uid in self._requests:
+                known = f"request {uid} is known here already"
+                raise Rejected(known, status=409, code="duplicate", param=None)
         except Rejected as error:
             session.send(_refused(uid, error.status, str(error), error.code, error.param))
             return
-        if session.lost:
-            return
-        if self._send_engine is None:
-            session.send(_refused(uid, 503, "this group cannot serve now", "rank_lost"))
-            return
+        if not session.lost:
+            self._pass_on(session, message, submission(message, tokens, session.lease, limit, left))
+
+    def _check_epoch(self, epoch: int, link: Send | None) -> None:
+        """Raise ``Rejected`` unless a request of ``epoch``, and of ``link``, can go there now.
+
+        Its gateway gives up what was under way when they end: later it would run for nobody.
+        """
+        if link is None or link is not self._send_engine or epoch != self._hello["epoch"]:
+            raise Rejected(LOST, status=503, code=Reason.RANK_LOST, param=None)
         if self._draining:
-            session.send(_refused(uid, 503, REFUSE_DRAIN, Reason.DRAIN))
-            return
-        if uid in self._requests:
-            session.send(_refused(uid, 409, f"request {uid} is known here already", "duplicate"))
-            return
-        made = submission(message, tokens, session.lease, self._hello["max_model_len"], left)
-        request = FrontRequest(uid, session, made.params.logprobs >= 0, len(tokens))
+            raise Rejected(REFUSE_DRAIN, status=503, code=Reason.DRAIN, param=None)
+
+    def _pass_on(self, session: Session, message: Mapping[str, Any], made: Submission) -> None:
+        request = FrontRequest(made.uid, session, made.params.logprobs >= 0, len(made.prompt))
         for index in range(made.choices):
             request.texts[index] = ChoiceText(
                 self.codec.detokenizer(),
                 message.get("stop") or (),
                 include=bool(message.get("include_stop_str_in_output")),
             )
-        self._requests[uid] = request
-        self._send_engine(submit_frame(made))
+        self._requests[made.uid] = request
+        self._send_to_engine(submit_frame(made))
 
     def stop(self, stop: Stop, entry: dict[str, Any]) -> None:
         """Pass on the entry of a stop, which has been verified; it may come many times."""
@@ -160,13 +180,17 @@ class Hub:
 
     # --- the leader rank -----------------------------------------------------------------
 
-    def engine_connected(self, hello: dict[str, Any], send: Callable[[bytes], None]) -> None:
-        """A new epoch can serve."""
+    def engine_connected(self, send: Send, first: Mapping[str, Any]) -> None:
+        """A new epoch can serve; ``first`` is the body of its leader's first frame."""
+        if self._send_engine is not None:
+            self.engine_lost(self._send_engine)  # that it ended has not been read yet
+        hello = first["hello"]
         same_epoch = hello["epoch"] == self._hello.get("epoch")
         self._hello = hello
         self._draining = hello["draining"]
         self._send_engine = send
-        self.mode.leader_came()
+        self._alone.clear()
+        self.mode.leader_came(Mode(first["mode"]))
         if same_epoch:
             self.stops.epoch_goes_on()
         else:
@@ -178,11 +202,13 @@ class Hub:
             f"group {self.config.group} serves epoch {hello['epoch']}", file=sys.stderr, flush=True
         )
 
-    def engine_lost(self) -> None:
+    def engine_lost(self, send: Send) -> None:
         """The epoch is over: every request on it has ended, with a reason."""
-        if self._send_engine is None:
+        if send is not self._send_engine:
             return
         self._send_engine = None
+        self._alone.set()
+        self._preparation.checks.refuse_all(LOST, Reason.RANK_LOST)
         self._tell_all({"type": "epoch", "epoch": None})
         for request in list(self._requests.values()):
             for index in list(request.texts):
@@ -195,8 +221,10 @@ class Hub:
         self.stops.epoch_ended(self._hello["epoch"])
         self._on_load(dict.fromkeys(names.LOAD, 0))
 
-    def engine_frame(self, frame: Frame) -> None:
-        """One turn's outputs, or an answer."""
+    def engine_frame(self, send: Send, frame: Frame) -> None:
+        """One turn's outputs, or an answer; nothing of a link that another has replaced."""
+        if send is not self._send_engine:
+            return
         body = frame.body
         for uid, keys in body.get("accepted", ()):
             self._on_accepted(uid, keys)
@@ -213,10 +241,10 @@ class Hub:
         for receipt in body.get("receipts", ()):
             self.stops.receipt(receipt)
         if "mode" in body:
-            self.mode.leader_says(Mode(body["mode"]), first="hello" in body)
+            self.mode.leader_says(Mode(body["mode"]))
         if "draining" in body:
             self._draining = True
-            self._preparation.checks.drain()
+            self._preparation.checks.refuse_all(REFUSE_DRAIN, Reason.DRAIN)
             self._tell_all({"type": "draining", "seconds": body["draining"]})
         if "ledger" in body:
             future = self._ledgers.get(body["ledger"])
@@ -340,8 +368,11 @@ class Hub:
             session.send(message)
 
     def _engine(self, body: dict[str, Any]) -> None:
+        self._send_to_engine(encode(FrameKind.FRONT_IN, body))
+
+    def _send_to_engine(self, frame: bytes) -> None:
         if self._send_engine is not None:
-            self._send_engine(encode(FrameKind.FRONT_IN, body))
+            self._send_engine(frame)
 
 
 def _refused(

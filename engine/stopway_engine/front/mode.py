@@ -50,21 +50,21 @@ class GroupMode:
         if is_news:
             self._tell_leader({"mode": mode})
 
-    def leader_came(self) -> None:
-        """A leader is there, and has not been sent anything."""
-        if self._wanted is not None:
-            self._tell_leader({"mode": self._wanted})
-
-    def leader_says(self, mode: Mode, *, first: bool) -> None:
-        """The leader's word on what is in force; ``first``, it had heard nothing from here."""
-        if first and self._wanted is not None and mode is not self._wanted:
-            return  # it had not been told yet when it said so: its answer comes
-        self._in_force = mode
+    def leader_came(self, mode: Mode) -> None:
+        """A leader is there, in ``mode``, and has not been sent anything; a hello is to follow."""
         if self._wanted is None:
             # This front is younger than its leader. That somebody paused it is a word; that it
             # runs may be for want of a reminder.
             self._wanted = mode
             self._said_at = 0.0 if mode is Mode.RUNNING else LONG_AGO
+        else:
+            self._tell_leader({"mode": self._wanted})
+        if self._in_force is not self._wanted:
+            self._in_force = mode  # else it stays so: what it says was said before it was told
+
+    def leader_says(self, mode: Mode) -> None:
+        """The leader's answer to a word: this is in force. Each is passed on: who asked waits."""
+        self._in_force = mode
         self._tell()
 
     def _tell(self) -> None:

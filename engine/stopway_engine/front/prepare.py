@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -81,18 +81,28 @@ class Preparation:
         self.checks = GrammarChecks(check_grammar)
 
     async def tokens(
-        self, message: Mapping[str, Any], lease: str, clock: Clock, model_len_max: int
+        self,
+        message: Mapping[str, Any],
+        lease: str,
+        clock: Clock,
+        limit: int,
+        check_wanted: Callable[[], None],
     ) -> list[int]:
-        """The prompt's tokens, once its grammar is known to be good. Raises ``Rejected``."""
+        """The prompt's tokens, at most ``limit``, once its grammar is known to be good.
+
+        ``check_wanted`` is called after each wait. Raises ``Rejected``, as that may.
+        """
         loop = asyncio.get_running_loop()
-        limit = model_len_max or self._codec.context
         try:
             async with asyncio.timeout_at(clock.ends_at):
                 if message.get("grammar"):
                     check_size(message["prompt"], self._codec, limit)
                     await self.checks.check(message, lease)
-                return await loop.run_in_executor(
+                    check_wanted()
+                tokens = await loop.run_in_executor(
                     self._tokenizing, prompt_tokens, message, self._codec, limit
                 )
         except TimeoutError:
             raise clock.rejected() from None
+        check_wanted()
+        return tokens

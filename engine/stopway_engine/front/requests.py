@@ -45,6 +45,14 @@ class FrontRequest:
     accepted: bool = False
 
 
+def epoch_of(message: Mapping[str, Any]) -> int:
+    """The epoch that a submit was sent in. Raises ``KeyError`` or ``TypeError`` if it has none."""
+    epoch = message["epoch"]
+    if type(epoch) is not int:
+        raise TypeError(f"epoch must be an integer, not {epoch!r}")
+    return epoch
+
+
 def check_grammar(text: str) -> None:
     """Refuse a grammar that cannot be used. May take seconds. Raises ``Rejected``."""
     try:

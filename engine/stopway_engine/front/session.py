@@ -25,6 +25,8 @@ class Session:
         self._queue: deque[str] = deque()
         self._bytes = 0
         self._wake = asyncio.Event()
+        self._idle = asyncio.Event()  # nothing is left to send, or nobody to send it
+        self._idle.set()
         self._closing = False
 
     def send(self, message: dict[str, Any]) -> None:
@@ -33,6 +35,7 @@ class Session:
             return
         text = json.dumps(message, separators=(",", ":"))
         self._queue.append(text)
+        self._idle.clear()
         self._bytes += len(text)
         if self._bytes > QUEUE_BYTES_MAX:
             self.close()
@@ -43,6 +46,10 @@ class Session:
         self._closing = True
         self._wake.set()
 
+    async def flushed(self) -> None:
+        """Wait until the socket has taken all that is queued, or takes nothing any more."""
+        await self._idle.wait()
+
     async def run(self) -> None:
         """Send what is queued until the session is closed or the socket breaks."""
         try:
@@ -52,8 +59,12 @@ class Session:
                     self._bytes -= len(text)
                     await self._socket.send_text(text)
                 self._wake.clear()
+                self._idle.set()
                 if not self._queue and not self._closing:
                     await self._wake.wait()
             await self._socket.close(1008)
         except (WebSocketDisconnect, RuntimeError, OSError):
             pass  # the receiving half sees it, too, and ends the lease
+        finally:
+            self._closing = True
+            self._idle.set()

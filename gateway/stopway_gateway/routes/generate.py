@@ -116,7 +116,7 @@ class Generate:
             on_slow=lambda: self._too_slow(request, scope),
         )
         try:
-            await gateway.dispatch(request)
+            await gateway.dispatcher.dispatch(request)
             await self._deliver(request, delivery)
         except ApiError as error:
             watcher.close()

@@ -235,10 +235,11 @@ class Signals:
     async def _stopped_before(self, socket: Any, stop: Stop) -> None:
         """Raises ``_EpochOver`` when the leader that knew of the stop is gone."""
         (uid,) = stop.target.uids
+        hello = await _next(socket)
         await socket.send(json.dumps({"type": "stop", "stop": json.loads(self._signed(stop))}))
         while (await _next(socket)).get("receipt", {}).get("stop_id") != stop.stop_id:
             pass
-        await socket.send(json.dumps(_submit(uid, stop.tenant)))
+        await socket.send(json.dumps(_submit(uid, stop.tenant, hello["epoch"])))
         while True:
             message = await _next(socket)
             if message["type"] == "out":
@@ -264,11 +265,12 @@ async def _next(socket: Any) -> dict[str, Any]:
     return message
 
 
-def _submit(uid: str, tenant: str) -> dict[str, Any]:
+def _submit(uid: str, tenant: str, epoch: int) -> dict[str, Any]:
     return {
         "type": "submit",
         "uid": uid,
         "attempt": 1,
+        "epoch": epoch,
         "tenant": tenant,
         "n": 1,
         "prompt": {"messages": prompts.PROMPTS[0].messages},

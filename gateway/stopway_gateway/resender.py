@@ -68,7 +68,9 @@ class Resender:
             self._metrics.direct_stops.labels(part.group).inc()
 
     def _schedule(self, part: Part) -> None:
-        delay = min(self._settings.resend_after_s * 2**part.attempts, self._settings.resend_max_s)
+        delay = min(
+            self._settings.resend_after_s * 2 ** min(part.attempts, 16), self._settings.resend_max_s
+        )
         # Never before resend_after_s: the first send on the usual path deserves its chance.
         part.due = time.monotonic() + delay * (1 + 0.25 * random.random())
 

@@ -107,11 +107,15 @@ class Publisher:
             self._queue.put_nowait(_Entry(stream, "stop", text, on_failed))
         return signed, going
 
-    def publish_receipt(self, receipt: dict[str, Any], stream: str) -> None:
-        """Tell the other gateways what became of a stop here; lost when Redis is."""
-        if self.healthy and not self._queue.full():
+    def publish_receipt(
+        self, receipt: dict[str, Any], stream: str, on_failed: Callable[[], None]
+    ) -> bool:
+        """Tell the other gateways what became of a stop here; False, or ``on_failed``, if not."""
+        going = self.healthy and not self._queue.full()
+        if going:
             text = json.dumps(receipt, separators=(",", ":"))
-            self._queue.put_nowait(_Entry(stream, "receipt", text, lambda: None))
+            self._queue.put_nowait(_Entry(stream, "receipt", text, on_failed))
+        return going
 
     async def _run(self) -> None:
         while True:

@@ -60,7 +60,7 @@ class StopService:
             self._publisher_id,
             self._keys["1"],
             settings.stop_stream_age_s,
-            lambda healthy: metrics.bus_up.set(int(healthy)),
+            self._on_bus,
         )
         self.reader = Reader(
             settings.redis_url,
@@ -137,8 +137,7 @@ class StopService:
     def _take(self, record: StopRecord, matched: list[Request], ended: list[Request]) -> None:
         """Have a stop take effect on the requests of this gateway that it is aimed at."""
         for request in (*matched, *ended):
-            record.add_match(request)
-            _list_stop(request, record.stop.stop_id)
+            record.add_match(request, listed=_list_stop(request, record.stop.stop_id))
         for request in ended:
             record.here[str(request.outcome)] += 1
         for request in matched:
@@ -190,10 +189,8 @@ class StopService:
         part = record.parts.get(group)
         if part is None:
             part = record.parts[group] = Part(record.stop.stop_id, group)
-        # A gateway names the groups that answer for its requests: they may be no groups of ours.
-        for other in map(str, receipt.get("groups") or ()):
-            record.parts.setdefault(other, Part(record.stop.stop_id, other))
         if part.merge(receipt):
+            self._ask_named(record, part)
             if part.status is StopStatus.RECLAIMED and not part.unknown and not record.remote:
                 stop_trace.observe(record, part, self._metrics)
             self._update(record)
@@ -204,9 +201,25 @@ class StopService:
             record = self._records.get(stop_id)
             if record is None:
                 continue
-            if request.refused or not request.dispatched:
-                record.end_here(request)
+            record.end(request)
             self._update(record)
+
+    def _ask_named(self, record: StopRecord, part: Part) -> None:
+        """A gateway names the groups that answer for its requests: they may be none of ours.
+
+        Who made the stop asks them, too, and so does not depend on what it may never be told.
+        """
+        for group in part.groups:
+            if group in record.parts:
+                continue
+            if record.remote:
+                record.parts[group] = Part(record.stop.stop_id, group)
+            else:
+                self._send(record, group, record.stop.target, at_once=False)
+            record.parts[group].named_only = True
+        if part.groups or part.defers:
+            for gone in record.unnamed():
+                self.resender.discard(gone)
 
     def on_session(self, session: LeaderSession) -> None:
         """A leader came (back): ask it again for all that it has not resolved."""
@@ -282,7 +295,6 @@ class StopService:
         status = record.status_here
         if status is record.told:
             return
-        record.told = status
         stop = record.stop
         receipt = {
             "stop_id": stop.stop_id,
@@ -300,7 +312,19 @@ class StopService:
             "pending_on": [] if status in RESOLVED else [f"{self._here}: {END_OWED}"],
             "ranks": [],
         }
-        self.publisher.publish_receipt(receipt, self._receipts_stream)
+
+        def lost() -> None:
+            record.told = None  # said again when Redis is back
+
+        if self.publisher.publish_receipt(receipt, self._receipts_stream, lost):
+            record.told = status
+
+    def _on_bus(self, healthy: bool) -> None:
+        self._metrics.bus_up.set(int(healthy))
+        if healthy:
+            for record in self._records.values():
+                if record.remote and record.matched:
+                    self._tell_gateways(record)
 
     def _on_receipt_entry(self, fields: dict[str, str]) -> None:
         try:
@@ -333,9 +357,11 @@ class StopService:
                 self.resender.discard(part)
 
 
-def _list_stop(request: Request, stop_id: str) -> None:
+def _list_stop(request: Request, stop_id: str) -> bool:
+    """Whether the request has the stop among its own; it has at most ``_STOP_IDS_MAX``."""
     if stop_id not in request.stop_ids and len(request.stop_ids) < _STOP_IDS_MAX:
         request.stop_ids.append(stop_id)
+    return stop_id in request.stop_ids
 
 
 def _stop_of(receipt: dict[str, Any]) -> Stop:

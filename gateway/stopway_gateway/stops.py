@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,7 @@ class Part:
     attempts: int = 0
     due: float = 0.0  # monotonic; when it is sent again
     asked_again: bool = False  # its leader is new here and is to say what it knows
+    named_only: bool = False  # told because a gateway named it: it has requests of that one
 
     @property
     def resolved(self) -> bool:
@@ -60,6 +62,11 @@ class Part:
             and outcome.get("unknown", 0) > 0
             and sum(outcome.values()) == outcome["unknown"]
         )
+
+    @property
+    def groups(self) -> list[str]:
+        """The groups that answer for the requests of a gateway, if it is a gateway's part."""
+        return [str(group) for group in self.receipt.get("groups") or ()]
 
     @property
     def defers(self) -> bool:
@@ -152,7 +159,10 @@ class StopRecord:
         self.parts: dict[str, Part] = {}
         self.matched: list[Request] = []  # of this gateway, up to REQUEST_IDS_MAX
         self.matched_count = 0
-        self.awaited: list[Request] = []  # of the matched ones, those that were live
+        self._live: dict[str, str] = {}  # of all that match, those that have not ended: its group
+        self._live_at: Counter[str] = Counter()  # how many of them, by group
+        self._stopped_at: set[str] = set()  # groups at which the others were stopped
+        self._refused_at: set[str] = set()  # those that refused one of them
         self.here = {str(outcome): 0 for outcome in Outcome}  # of them: that no leader answers for
         self.stopped_here = False
         self.told: StopStatus | None = None  # to the other gateways, of this one's part
@@ -160,45 +170,56 @@ class StopRecord:
         self.traced: set[str] = set()
         self._changed = asyncio.Event()
 
-    def add_match(self, request: Request) -> None:
-        """A request of this gateway that the stop is aimed at."""
+    def add_match(self, request: Request, *, listed: bool = True) -> None:
+        """A request of this gateway that the stop is aimed at.
+
+        One that is ``listed`` has the stop among its own, so that its end is told here.
+        """
         self.matched_count += 1
         self.tenants.add(request.tenant)
         if len(self.matched) < REQUEST_IDS_MAX:
             self.matched.append(request)
-            if request.outcome is None:
-                self.awaited.append(request)
+        if request.outcome is None and listed and request.uid not in self._live:
+            self._live[request.uid] = request.group
+            self._live_at[request.group] += 1
 
-    def end_here(self, request: Request) -> None:
-        """The stop has ended one that no leader had, so that no leader answers for it."""
-        self.stopped_here = True
-        self.here[str(request.outcome)] += 1
+    def end(self, request: Request) -> None:
+        """A request that matched has its outcome."""
+        group = self._live.pop(request.uid, None)
+        if group is None:
+            return
+        self._live_at[group] -= 1
+        if request.refused or not request.dispatched:
+            # No leader had it, so that no leader answers for it.
+            self.stopped_here = True
+            self.here[str(request.outcome)] += 1
+            if request.refused:
+                self._refused_at.add(group)
+        elif request.outcome is Outcome.STOPPED:
+            self._stopped_at.add(group)
 
     @property
     def status_here(self) -> StopStatus:
         """How far the requests of this gateway are, apart from what their leaders say."""
-        if any(request.outcome is None for request in self.awaited):
+        if self._live:
             return StopStatus.NOTICED
         return StopStatus.RECLAIMED if self.stopped_here else StopStatus.ALREADY_FINISHED
 
     @property
     def answering(self) -> list[str]:
         """The groups whose leaders answer for requests of this gateway."""
-        return sorted(
-            {
-                request.group
-                for request in self.awaited
-                if request.dispatched
-                and not request.refused
-                and request.outcome is not Outcome.FAILED
-            }
-        )
+        live = {group for group, count in self._live_at.items() if group and count}
+        return sorted(live | self._stopped_at)
 
     @property
     def status(self) -> StopStatus:
         """How far it has come everywhere: the least of its parts."""
         answering = self._answering_elsewhere()
-        states = [self._status_of(part, part.group in answering) for part in self.parts.values()]
+        states = [
+            self._status_of(part, part.group in answering)
+            for part in self.parts.values()
+            if not self._is_moot(part)
+        ]
         if self.stopped_here:
             states.append(StopStatus.RECLAIMED)
         active = [state for state in states if state is not StopStatus.ALREADY_FINISHED]
@@ -206,8 +227,19 @@ class StopRecord:
 
     def _answering_elsewhere(self) -> set[str]:
         """The groups that had requests of other gateways, as those say."""
-        parts = self.parts.values()
-        return {str(group) for part in parts for group in part.receipt.get("groups") or ()}
+        return {group for part in self.parts.values() for group in part.groups}
+
+    def _is_moot(self, part: Part) -> bool:
+        """Whether it is a gateway's that may owe a last word, and that word says nothing more.
+
+        All its groups have answered. That gateway, or Redis, may be gone before it could say so.
+        """
+        if part.resolved or not part.defers:
+            return False
+        answers = [self.parts.get(group) for group in part.groups]
+        return all(answer is not None and answer.resolved for answer in answers) and not any(
+            answer is not None and answer.unknown for answer in answers
+        )
 
     def _status_of(self, part: Part, answering: bool) -> StopStatus:
         """How far a part has come, also where its receipt has overtaken what it is about.
@@ -216,13 +248,10 @@ class StopRecord:
         says so; until then nothing is proved. One that had finished never comes. Nor does one that
         was refused: if it was the stop that ended it, then nothing of it was ever held.
         """
-        mine = [request for request in self.awaited if request.group == part.group]
-        overtaken = part.unknown and (
-            answering or any(r.outcome is Outcome.STOPPED and not r.refused for r in mine)
-        )
+        overtaken = part.unknown and (answering or part.group in self._stopped_at)
         if overtaken or self._owes_an_end(part):
             return StopStatus.NOTICED
-        refused = part.unknown and any(request.refused for request in mine)
+        refused = part.unknown and part.group in self._refused_at
         return StopStatus.RECLAIMED if refused else part.status
 
     def _owes_an_end(self, part: Part) -> bool:
@@ -230,15 +259,29 @@ class StopRecord:
 
         Who waits for the stop may ask for its requests next, and they must have their outcome.
         """
-        return part.status not in _BEFORE_ITS_TURN and any(
-            request.group == part.group and request.outcome is None for request in self.awaited
-        )
+        return part.status not in _BEFORE_ITS_TURN and self._live_at[part.group] > 0
 
-    def _pending_on(self, part: Part) -> list[str]:
+    def _pending_on(self, part: Part, answering: set[str]) -> list[str]:
+        if self._is_moot(part):
+            return []
         held = part.pending_on()
         if self._owes_an_end(part):
             held.append(f"{part.group}: {END_OWED}")
+        elif part.unknown and part.group in answering | self._stopped_at:
+            held.append(f"{part.group}: its request, which it has not heard of")
         return held
+
+    def unnamed(self) -> list[Part]:
+        """Take out the parts of groups that were told for a gateway which no longer names them.
+
+        What it had there came to nothing: nobody owes anything.
+        """
+        named = self._answering_elsewhere()
+        parts = self.parts.values()
+        gone = [p for p in parts if p.named_only and not p.receipt and p.group not in named]
+        for part in gone:
+            del self.parts[part.group]
+        return gone
 
     @property
     def resolved(self) -> bool:
@@ -321,6 +364,8 @@ class StopRecord:
         """The answer: the sum, then each group's part."""
         ids = self._request_ids()
         count = self._count(ids)
+        answering = self._answering_elsewhere()
+        pending = [hold for p in self.parts.values() for hold in self._pending_on(p, answering)]
         return {
             "stop_id": self.stop.stop_id,
             "request_ids": ids,
@@ -330,6 +375,6 @@ class StopRecord:
             "outcome": self._outcome(count),
             "trace_id": self.span.trace_id,
             "accepted_at": None if self.remote else self.stop.issued_at,
-            "pending_on": [hold for part in self.parts.values() for hold in self._pending_on(part)],
+            "pending_on": pending,
             "groups": [part.to_json() for part in self.shown()],
         }

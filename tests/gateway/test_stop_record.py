@@ -22,7 +22,9 @@ def record_of(*requests: SimpleNamespace) -> StopRecord:
 
 
 def request(uid: str, group: str = "g0", outcome: Outcome | None = None) -> SimpleNamespace:
-    return SimpleNamespace(uid=uid, group=group, outcome=outcome, tenant="t", refused=None)
+    return SimpleNamespace(
+        uid=uid, group=group, outcome=outcome, tenant="t", refused=False, dispatched=True
+    )
 
 
 def receipt(status: str, **outcome: int) -> dict[str, Any]:
@@ -39,6 +41,7 @@ async def test_a_receipt_that_overtakes_the_end_of_an_answer_resolves_nothing(st
     assert "g0: the end of an answer" in record.to_json()["pending_on"]
     assert not await record.wait(StopStatus.STOPPED, 0)
     mine.outcome = Outcome.STOPPED
+    record.end(mine)
     assert record.status == status
     assert "g0: the end of an answer" not in record.to_json()["pending_on"]
     assert await record.wait(StopStatus.STOPPED, 0)
@@ -67,3 +70,59 @@ def test_what_another_gateway_runs_at_a_group_is_not_resolved_by_unknown() -> No
     part.merge(receipt("reclaimed", stopped=1))
     assert record.status is StopStatus.RECLAIMED
     assert [shown["group"] for shown in record.to_json()["groups"]] == ["g0"]
+
+
+def parts_of(record: StopRecord, *groups: str) -> list[Part]:
+    record.parts |= {group: Part("s", group) for group in groups}
+    return [record.parts[group] for group in groups]
+
+
+def test_a_last_word_that_never_comes_holds_nothing_up() -> None:
+    """Its gateway was killed, or Redis lost it; all the groups that it named have answered."""
+    record = record_of()
+    group, other = parts_of(record, "g0", "gateway:b")
+    other.merge(receipt("noticed") | {"group": "gateway:b", "groups": ["g0"]})
+    assert record.status is StopStatus.ACCEPTED
+    group.merge(receipt("reclaimed", stopped=1))
+    assert record.status is StopStatus.RECLAIMED
+    assert record.to_json()["pending_on"] == []
+
+
+def test_a_group_that_no_gateway_names_any_more_owes_nothing() -> None:
+    record = record_of()
+    other, named, told = parts_of(record, "gateway:b", "g9", "g0")
+    named.named_only = True
+    other.merge(receipt("noticed") | {"group": "gateway:b", "groups": ["g9"]})
+    assert record.unnamed() == []
+    other.merge(receipt("already_finished") | {"group": "gateway:b", "groups": []})
+    assert record.unnamed() == [named]
+    told.merge(receipt("reclaimed", stopped=1))
+    assert record.status is StopStatus.RECLAIMED
+
+
+def test_all_that_match_are_awaited_however_many() -> None:
+    requests = [request(str(n), "g0" if n < 100 else "g1") for n in range(150)]
+    record = record_of(*requests)
+    assert record.answering == ["g0", "g1"]
+    for part in parts_of(record, "g0", "g1"):
+        part.merge(receipt("reclaimed", stopped=1))
+    for each in requests[:149]:
+        each.outcome = Outcome.STOPPED
+        record.end(each)
+    assert record.status_here is record.status is StopStatus.NOTICED
+    requests[149].outcome = Outcome.STOPPED
+    record.end(requests[149])
+    assert record.status is StopStatus.RECLAIMED
+
+
+def test_a_group_does_not_answer_for_one_that_had_finished_before_the_stop() -> None:
+    """Its end was on the way; by now its group has forgotten it, and says so."""
+    mine = request("a")
+    record = record_of(mine)
+    (part,) = parts_of(record, "g0")
+    part.merge(receipt("already_finished", unknown=1))
+    assert record.status is StopStatus.NOTICED and record.to_json()["pending_on"]
+    mine.outcome = Outcome.FINISHED
+    record.end(mine)
+    assert record.answering == [] and record.resolved
+    assert record.to_json()["pending_on"] == []

@@ -40,6 +40,7 @@ class Case:
         return Submit(submission)
 
     def turn(self, *events: Submit | StopSignal) -> None:
+        self.truth.before_turn(events)
         got = self.group.turn(1.0, list(events))
         assert got is not None
         self.truth.after_turn(got[0], 1.0)

@@ -58,7 +58,7 @@ class _Placing:
 class Dispatcher:
     """Gives each request to a group, or settles it when none takes it in time.
 
-    Nothing was computed for what a group refused because it drains or lost a rank: that waits for
+    Nothing was delivered of what a group refused because it drains or lost a rank: that waits for
     a group again, in what is left of its time.
     """
 
@@ -133,8 +133,15 @@ class Dispatcher:
             placing.stop_timer()
             session.submit(request, self._submission(request))
             request.poke()
-        elif ready and not any(map(takes, ready)):
+        elif ready and not any(map(takes, ready)) and not self._others_come():
             request.settle(Reason.DRAIN, "Every group drains, for its admin; try again later.")
+
+    def _others_come(self) -> bool:
+        """Whether a group that takes nothing now may do so soon: its ranks form anew."""
+        return any(
+            not (session.ready or session.draining or session.superseded)
+            for session in self._registry.sessions()
+        )
 
     def _give_up(self, placing: _Placing) -> None:
         if not placing.waits:

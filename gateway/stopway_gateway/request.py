@@ -71,7 +71,7 @@ _STOPS = frozenset({Reason.CLIENT_CANCEL, Reason.CLIENT_DISCONNECT, Reason.ADMIN
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A leader's 4xx or 5xx: nothing was computed."""
+    """A leader's 4xx or 5xx: nothing was delivered."""
 
     status: int
     message: str

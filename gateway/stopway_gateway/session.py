@@ -290,6 +290,8 @@ class LeaderSession:
     def _on_accepted(self, message: dict[str, Any]) -> None:
         request = self.live.get(message["uid"])
         if request is not None:
+            # It may have met the leader after its link broke and came back: it is of that time.
+            request.stretch = self.stretch
             request.on_accepted(int(message["prompt_tokens"]))
 
     def _on_refused(self, message: dict[str, Any]) -> None:

@@ -262,7 +262,7 @@ def _overlooked(
         return []
     text = (
         "a gateway does not send to group {name}, which has been ready for {seconds:.0f} s; the "
-        "rollout goes on. Is the group drained, or do a NetworkPolicy or DNS keep the gateway away?"
+        "rollout goes on. Does a NetworkPolicy or DNS keep the gateway away?"
     )
     names = [engine.group_name(context, group.index) for group in facts if group.overlooked(now)]
     return [

@@ -71,8 +71,11 @@ async def test_a_rank_that_never_reads_is_ended(monkeypatch: pytest.MonkeyPatch)
 async def test_a_rank_that_hears_no_word_yet_is_ended_by_a_drain() -> None:
     """It has only just started: no word would be read before it has met its group."""
     rank = RankProcess(0, dict(os.environ), lambda rank, frame: None)
-    rank.drain()
-    assert await asyncio.wait_for(rank.run(), 60) == -signal.SIGTERM
+    try:
+        rank.drain()
+        assert await asyncio.wait_for(rank.run(), 60) == -signal.SIGTERM
+    finally:
+        rank.kill()
 
 
 @pytest.mark.model

@@ -1,4 +1,4 @@
-"""Requests that a group refused without computing anything: who gets them next, and until when."""
+"""Requests that a group refused with nothing delivered: who gets them next, and until when."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from typing import Any
 import httpx
 import pytest
 
-from .conftest import Make, Stack, completion
+from stopway_gateway.placement import takes
+
+from .conftest import SOON_S, Make, Stack, completion
 from .leader import DRAINS, LOST, Leader, Plan
 
 
 def ask(stack: Stack, **fields: Any) -> asyncio.Task[httpx.Response]:
     return asyncio.create_task(stack.client.post("/v1/completions", json=completion(**fields)))
+
+
+@pytest.fixture
+async def stack(make: Make, leader: Leader) -> Stack:
+    """One whose requests have all the time that a slow machine needs."""
+    return await make([leader], dispatch_wait_s=10 * SOON_S)
 
 
 async def waits_again(stack: Stack, leader: Leader) -> None:
@@ -109,6 +117,23 @@ async def test_one_that_drains_for_its_admin_is_not_waited_for(make: Make, leade
     reply = await task
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "drain")
     assert len(leader.seen) == 1
+
+
+async def test_while_one_drains_another_that_forms_anew_is_waited_for(
+    make: Make, leader: Leader, second: Leader
+) -> None:
+    stack = await make([leader, second], dispatch_wait_s=10 * SOON_S)
+    await leader.say_mode("drain")
+    await stack.until(lambda: not all(map(takes, stack.gateway.registry.ready())))
+    second.plan = Plan(refuse=LOST)
+    task = ask(stack)
+    await waits_again(stack, second)
+    await second.send({"type": "epoch", "epoch": None})
+    await stack.until(lambda: len(stack.gateway.registry.ready()) == 1)
+    second.plan = Plan()
+    await second.say_hello(8)
+    assert (await task).status_code == 200
+    assert not leader.seen and len(second.seen) == 2
 
 
 async def test_its_own_deadline_runs_on(stack: Stack, leader: Leader) -> None:

@@ -152,6 +152,19 @@ async def test_an_epoch_that_comes_back_keeps_what_it_was_given_since() -> None:
     assert (before.reason, since.outcome) == (Reason.RANK_LOST, None)
 
 
+async def test_one_that_met_the_leader_on_its_new_link_goes_on() -> None:
+    """It was under way when the link broke, and came to the same epoch as the link was back."""
+    session = session_of(grace_s=0.02)
+    hello(session)
+    taken, _ = submitted(session, "taken")
+    _, ended = submitted(session, "lost")
+    hear(session, {"type": "epoch", "epoch": None})
+    hello(session)
+    hear(session, {"type": "accepted", "uid": "taken", "prompt_tokens": 3})
+    await ends(ended)
+    assert taken.outcome is None
+
+
 async def test_one_that_is_no_longer_superseded_keeps_its_requests() -> None:
     session, other = session_of(grace_s=0.02), session_of(grace_s=0.02)
     hello(session)
